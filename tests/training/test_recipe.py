@@ -12,13 +12,14 @@ import torch
 from commands import gumiho, refuse
 from safetensors.torch import load_file
 from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from transformers_gumiho import GumihoModel
-from transformers_gumiho.training import FeatureDataset, feature_extraction
+from transformers_gumiho import GumihoModel, record
+from transformers_gumiho.training import FeatureDataset, feature_extraction, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
-from transformers_gumiho.training.recipe import writing
-from transformers_gumiho.training.recipe.arguments import WritingArguments
+from transformers_gumiho.training.recipe import training, writing
+from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
+from transformers_gumiho.training.recipe.stages import Run
 from transformers_gumiho.training.writing import row_file
 
 
@@ -182,7 +183,7 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
     command = [
         "train", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"],
         "--regenerate", "false", "--cache_features", "false", "--output_dir", tmp_path / "gumiho", *TOY,
-        "--max_length", 256, "--stages", "train", "--recipe", "published", "--bf16", "--eval_strategy", "steps",
+        "--stages", "train", "--recipe", "published", "--bf16", "--eval_strategy", "steps",
         "--eval_steps", 4, "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
     ]  # fmt: skip
     gumiho(*command)
@@ -199,21 +200,30 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
 
 def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: Path) -> None:
     layers = ["--target_layer_ids", 3, -1]
-    gumiho(
-        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "first", *TOY, "--stages",
-        "write", "features", *layers,
-    )  # fmt: skip
+    first = [
+        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *layers,
+        "--stages",
+    ]  # fmt: skip
+    gumiho(*first, "write", "features")
+    refuse("dtype (bfloat16, now float32). Give these values again", *first, "train", "--features_dtype", "float32")
     cache = tmp_path / "first" / "work" / "features"
     assert len(FeatureDataset(cache)) == 36
     assert not (tmp_path / "first" / "model.safetensors").exists()
     serial, whole = tmp_path / "serial", tmp_path / "whole"
-    common = ["train", "--features", cache, *TOY, "--stages", "train", "--max_steps", 2, "--learning_rate", 2e-3]
+    common = ["train", *TOY, "--stages", "train", "--max_steps", 2, "--learning_rate", 2e-3, "--features", cache]
     gumiho(*common, "--output_dir", serial, "--linear_start", "--train_only", "serial", *layers)
-    gumiho(*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel", "--warmup_steps", 0)
+    last = [*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel", "--warmup_steps", 0]
+    gumiho(*last)
+    refuse("learning_rate (0.002, now 0.003)", *last, "--learning_rate", 3e-3)
     assert check_drafter(whole).config.target_layer_ids == [3, 19]
     before, after = (load_file(folder / "model.safetensors") for folder in (serial, whole))
     changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {"mlp", "transition"}
+    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype="auto")
+    with record(target, tmp_path / "recorded"):
+        drafter = GumihoModel.from_pretrained(whole)
+        target.generate(torch.arange(60, 100).view(4, 10), assistant_model=drafter, max_new_tokens=8, do_sample=False)
+    gumiho(*common, tmp_path / "recorded", "--output_dir", tmp_path / "both", "--drafter", serial)
     shutil.rmtree(whole)
     gumiho(*common, "--output_dir", whole, "--drafter", DEMO_DRAFTER, "--lora_rank", 2)
     assert (whole / "adapter_model.safetensors").exists()
@@ -247,6 +257,8 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
+        (["--target", "t", "--data", "x", "--target_dtype", "bf16"], "'bf16'. Give --target_dtype float32"),
+        (["--target", "t", "--data", "x", "--features_dtype", "auto"], "'auto'. Give --features_dtype float32"),
         (["--target", "t", "--data", "x", "--chat_template_kwargs", "yes"], "must be a JSON object, got 'yes'"),
         pytest.param(
             ["--features", ".", "--bf16"], "You need to assign use_cpu",
@@ -298,3 +310,36 @@ def test_held_out_rows_are_chosen_before_anything_is_written(tmp_path: Path) -> 
     assert sorted(len(cached[index]["input_ids"]) for index in range(len(cached))) == sorted(expected)
     assert len({*expected}) > 5
     assert min(expected) < 20 < 40 < max(expected)
+
+
+@pytest.mark.parametrize("num_eval_rows", [0.25, 6])
+def test_rows_are_held_out_of_each_cache(num_eval_rows: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part of them, and of a share those that are held out where it is trained on alone."""
+
+    class Cache(torch.utils.data.Dataset):
+        def __init__(self, length: str):
+            self.length, self.made_from = int(length), {"data": length}
+
+        def __len__(self) -> int:
+            return self.length
+
+    monkeypatch.setattr(training, "FeatureDataset", Cache)
+    monkeypatch.setattr(training, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    data = training.cached_data(["40", "80"], num_eval_rows, 3)
+    parts = (0.25, 0.25) if num_eval_rows < 1 else (2, 4)
+    first, second = (held_out_numbers(size, part, 3) for size, part in zip((40, 80), parts, strict=True))
+    assert (len(first), len(second)) == ((10, 20) if num_eval_rows < 1 else (2, 4))
+    assert data["eval_dataset"].indices == [*first, *(40 + row for row in second)]
+    assert sorted([*data["eval_dataset"].indices, *data["train_dataset"].indices]) == [*range(120)]
+
+
+def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = RecipeArguments(target=str(DEMO_TARGET), data="none")
+    tokenizer, config = AutoTokenizer.from_pretrained(DEMO_TARGET), AutoConfig.from_pretrained(DEMO_TARGET)
+    rows = load_conversations(write_jsonl(tmp_path / "rows.jsonl", ["broken"]))
+    assert training.prepared_held_out(args, tokenizer, config, rows) is None
+    assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
+    Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
+    assert "tune: left out, because it needs two prompts" in capsys.readouterr().out

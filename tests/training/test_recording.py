@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -358,6 +359,19 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path, target: PreT
     record(target, tmp_path / "cache", TOKENIZER).stop()
     with pytest.raises(ValueError, match=r"different settings: model .*Record into another folder"):
         record(make_target(seed=1), tmp_path / "cache", TOKENIZER)
+
+
+def test_a_served_target_that_cannot_be_recorded_drafts_on(
+    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    record(make_target(seed=1), tmp_path, TOKENIZER).stop()
+    monkeypatch.setattr(recording.AutoTokenizer, "from_pretrained", lambda _: TOKENIZER)
+    for _ in range(2):
+        recording.record_once(target, str(tmp_path))
+    (message,) = [entry.getMessage() for entry in caplog.records if "recorded" in entry.getMessage()]
+    assert re.search("Nothing is recorded: .* created with different settings: model", message)
+    assert generate(target, drafter).shape == (1, 29)
 
 
 def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.recipe import plan, progress
+from transformers_gumiho.training.recipe.defaults import device_defaults
 
 
 SMALL = [
@@ -115,15 +116,28 @@ def test_a_stage_begins_anew_where_it_is_asked_to(
     refuse("--restart must be one of write, features, train, serial, heads, tune, evaluate", *run, "--restart", "bake")
 
 
-def test_a_longer_run_trains_on_with_its_own_schedule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the last checkpoint; the learning rates after it are those of a run that was as long from the start."""
+def test_a_longer_run_trains_on_with_its_own_schedule(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """
+    From the last checkpoint, also if it is stopped before its first one; the learning rates after it are those of a
+    run that was as long from the start.
+    """
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
     recipe = ["--recipe", "published", "--warmup_steps", 0, "--lr_scheduler_type", "linear", *UP_TO_TRAINING]
     gumiho(*command(folder, "long", *recipe, "--max_steps", 6))
     gumiho(*command(folder, "grown", *recipe, "--max_steps", 3))
     capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(GumihoTrainer, "train", stop)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*command(folder, "grown", *recipe, "--max_steps", 6))
+    assert "published: trains on, with the schedule of the longer run" in capsys.readouterr().out
     gumiho(*command(folder, "grown", *recipe, "--max_steps", 6))
     output = capsys.readouterr().out
-    assert "published: trains on, with the schedule of the longer run" in output
     assert "published: continues from" in output
     assert "checkpoint-3" in output
     rates = {}
@@ -288,6 +302,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
         ([], 10**12, "states: kept on the disk"),
         (["--recipe", "published", "--num_train_epochs", 1], 10**12, "runs in every step, as the data is passed once"),
         ([], 10**4, "runs in every step, as they need"),
+        (["--stages", "features", "--recipe", "published", "--num_train_epochs", 1], 10**4, "kept on the disk"),
     ],
 )
 def test_states_are_kept_where_that_pays(
@@ -314,3 +329,26 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
     refuse("has the part 'gpu'. Its parts are everywhere, accelerator, cpu", *run)
+
+
+def test_what_is_given_decides_the_other_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for words, is_cpu in (
+        ([], False),
+        (["--use_cpu"], True),
+        (["--use_cpu=true"], True),
+        (["--use_cpu", "no"], False),
+    ):
+        assert ("tokens_per_step" in device_defaults(words)) != is_cpu
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))
+    found = device_defaults(["--config", str(file)])
+    assert {name: found[name] for name in best} == best
+    assert "greater_is_better" not in found, "it belongs to the default's metric"
+    assert "load_best_model_at_end" not in device_defaults(["--save_strategy", "epoch"])
+    with pytest.raises(SystemExit):
+        gumiho("train", "--output_dir", tmp_path, "--save_steps", "x")
+    assert "--save_steps: invalid float value: 'x'" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_pro
     try:
         samples = list(run_benchmark(target, tokenizer, questions, modes, max_new_tokens=args.measured_new_tokens))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("Stopped. Run the same command again to continue from here.") from None
+        raise KeyboardInterrupt("Stopped. Run the same command again: this comparison begins anew.") from None
     table = markdown(summarize(samples))
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8").split(_EVALUATION)[0] if card.exists() else ""

@@ -45,8 +45,8 @@ logger = logging.get_logger(__name__)
 _ROWS_PER_SHARD = 16
 _CHANGED = "the target's weights or adapters have changed. Record into another folder"
 
-# The recorders that serving folders have started.
-_started: weakref.WeakKeyDictionary[nn.Module, "Recorder"] = weakref.WeakKeyDictionary()
+# The recorders that serving folders have started; `None` where that failed.
+_started: weakref.WeakKeyDictionary[nn.Module, "Recorder | None"] = weakref.WeakKeyDictionary()
 
 
 def record(
@@ -111,9 +111,13 @@ def record(
 
 
 def record_once(target: PreTrainedModel, folder: str) -> None:
-    """Begins to record a target in its first call."""
+    """Begins to record a target in its first call. Where that fails, it warns once, and nothing is recorded."""
     if target not in _started:
-        _started[target] = record(target, folder)
+        _started[target] = None
+        try:
+            _started[target] = record(target, folder)
+        except Exception as error:
+            logger.warning(f"Nothing is recorded: {error}")
 
 
 class Recorder:

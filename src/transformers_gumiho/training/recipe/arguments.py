@@ -74,6 +74,8 @@ class WritingArguments:
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
         parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
+        if self.target_dtype != "auto":
+            _check_precision("target_dtype", self.target_dtype)
         if not self.writes_prompts and self.openings:
             raise UserValueError("--openings are for prompts of the target: use --data none.")
 
@@ -134,6 +136,7 @@ class RecipeArguments(WritingArguments):
             super().check()
         elif self.data is not None:
             raise UserValueError("--features holds prepared data: leave --data out.")
+        _check_precision("features_dtype", self.features_dtype)
         if self.num_eval_rows < 0 or self.lora_rank < 0:
             raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
         if self.num_parallel_heads is not None and self.num_parallel_heads < 1:
@@ -146,6 +149,12 @@ class RecipeArguments(WritingArguments):
                 "Adapters hold neither parallel heads, transitions nor a fusion of layers: train these without "
                 "--lora_rank, on the merged drafter."
             )
+
+
+def _check_precision(name: str, value: str) -> None:
+    """Raises `ValueError` for a precision that there is not."""
+    if not isinstance(getattr(torch, value, None), torch.dtype):
+        raise UserValueError(f"There is no precision {value!r}. Give --{name} float32, bfloat16 or float16.")
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:

@@ -13,12 +13,14 @@ from ...files import read_text
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
 _PARTS = ("everywhere", "accelerator", "cpu")
+_OFF = ("false", "no", "f", "n", "0")  # of a switch; any other word after it is another option, or wrong
 
 
 def device_defaults(words: Sequence[str]) -> dict[str, Any]:
     """Returns the defaults of a command line: those of the device, with the values of the file that it names."""
-    device = "accelerator" if torch.accelerator.is_available() and "--use_cpu" not in words else "cpu"
     words_of = _options(words)
+    uses_cpu = words_of.get("use_cpu", "false").lower() not in _OFF
+    device = "accelerator" if torch.accelerator.is_available() and not uses_cpu else "cpu"
     found, own = _read(DEFAULTS, device), {}
     if "config" in words_of:
         own = _read(Path(words_of["config"]), device)
@@ -30,10 +32,11 @@ def device_defaults(words: Sequence[str]) -> dict[str, Any]:
     # A best checkpoint is one that was saved when it was evaluated.
     for name, other in (("save_steps", "eval_steps"), ("eval_steps", "save_steps")):
         if name in given and other not in given:
-            found[other] = float(words_of.get(name, found[name]))
+            found[other] = words_of.get(name, found[name])
     if given & {"save_strategy", "eval_strategy"}:
         for name in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"):
-            found.pop(name)
+            if name not in given:
+                found.pop(name)
         if "eval_strategy" not in given:
             found["eval_strategy"] = "no"
     return found

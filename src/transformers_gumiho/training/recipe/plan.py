@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +141,8 @@ def memory_of(device: torch.device) -> int:
     """Returns the bytes of memory of a device; of one that shares it with the host those of the host."""
     if device.type in ("cuda", "xpu"):
         return int(getattr(torch, device.type).get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -62,7 +62,7 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
 def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
     caches = [FeatureDataset(folder).made_from for folder in folders]
-    return caches[0] | {"data": [cache["data"] for cache in caches], "num_eval_rows": num_eval_rows}
+    return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 
 def training_contents(

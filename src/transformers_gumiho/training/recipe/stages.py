@@ -33,8 +33,18 @@ from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
 from .records import cached_contents, rows_contents, target_contents, writing_contents
-from .training import Training, cached_data, drafter_fields, online_data, prepared, prompt_of, resolved, unsplit_models
-from .writing import load_rows, load_target, load_tokenizer, say, write_answers
+from .training import (
+    Training,
+    cached_data,
+    drafter_fields,
+    online_data,
+    prepared,
+    prepared_held_out,
+    prompt_of,
+    resolved,
+    unsplit_models,
+)
+from .writing import load_rows, load_target, load_tokenizer, row_length, say, write_answers
 
 
 _SAMPLE = 256  # rows whose tokens the plan counts
@@ -133,7 +143,7 @@ class Run:
 
     def forget(self, stage: str) -> None:
         """Removes the results of a stage, or of a phase of the training, and of those after it."""
-        order = ["write", "features", "train", *self.phases, "tune", "evaluate"]
+        order = [*dict.fromkeys(["write", "features", "train", *self.phases, "tune", "evaluate"])]
         if stage not in order:
             raise UserValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
         if self.is_main:
@@ -159,7 +169,10 @@ class Run:
         measures = self.target_config, self.drafter_config, num_rows, length
         needs = estimate(args, phases, *measures)
         if args.cache_features == "auto" and args.features is None:
-            reason = caching_pays(args, phases, sum(need.disk for need in needs.values()), self.folder)
+            # What extracts states without training is to keep them.
+            keeps = "features" in args.stages and "train" not in args.stages
+            disk = sum(need.disk for need in needs.values())
+            reason = "" if keeps else caching_pays(args, phases, disk, self.folder)
             args.cache_features = "false" if reason else "true"
             say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
             needs = estimate(args, phases, *measures)
@@ -187,10 +200,11 @@ class Run:
         if rows is None:
             return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
+        max_length = row_length(args, self.target_config)
         if args.regenerate:
             tokens = sum(len(tokenizer(prompt_of(row) or "")["input_ids"]) for row in sample) / len(sample)
-            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, args.max_length)
-        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=args.max_length, packing=False)
+            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
+        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
         lengths = row_lengths(encoded) or [0]
         return len(rows), sum(lengths) / len(lengths)
 
@@ -244,13 +258,15 @@ class Run:
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
-            for name, rows in (("held_out", held_out), ("features", trained)):
-                if not rows:
+            with self.training_args.main_process_first(desc="preparing the data"):
+                evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
+                learned, report = prepared(args, tokenizer, self.target.config, trained)
+            say(f"training data: {report}")
+            for name, dataset in (("held_out", evaluated), ("features", learned)):
+                if dataset is None:
                     continue
-                with self.training_args.main_process_first(desc="preparing the data"):
-                    dataset, report = prepared(args, tokenizer, self.target.config, rows)
                 size = cache_size(dataset, self.target.config, dtype, self.layers)
-                say(f"{name}: {report}\n{name}: {size / 1e9:.2f} GB in {self.work / name}")
+                say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
                 write_feature_cache(
                     dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
                     target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
@@ -267,6 +283,8 @@ class Run:
         elif args.cache_features == "true":
             self.release_target()  # its memory is the training's
             folders, contents = [str(self.work / "features")], self.cache_contents
+            kept = Record(self.work / "features" / MADE_FROM)
+            kept.check(contents, "Give these values again, or begin anew with --restart features.")
             held_out = self.work / "held_out"
             data = cached_data(folders, 0, seed, held_out if (held_out / MANIFEST).exists() else None)
         else:
@@ -287,6 +305,8 @@ class Run:
         if args.lora_rank:
             missing = "a drafter that is no adapter"
         num_prompts = 0 if missing else self._write_prompts()
+        if stage == "tune" and num_prompts == 1:
+            missing = "two prompts: one chooses the settings, the other times them"
         if missing or not num_prompts:
             say(f"{stage}: left out, because it needs {missing or 'prompts, and no row is held out'}")
             return
@@ -321,8 +341,8 @@ class Run:
             work()
         if not alone:
             PartialState().wait_for_everyone()
-        if self.is_main:
-            record.write(contents, is_finished=True)
+        if self.is_main:  # a feature cache records more in the same file
+            record.write(Record(record.path).made_from | contents, is_finished=True)
         while not Record(record.path).is_finished:
             time.sleep(_PATIENCE)
 

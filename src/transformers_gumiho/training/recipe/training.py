@@ -70,7 +70,8 @@ class Training:
         one before it.
         """
         args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
-        whole, is_main = Record(work / "train" / MADE_FROM), PartialState().is_main_process
+        # A single training is named "train", too, and has its own record in that folder.
+        whole, is_main = Record(work / "train" / "whole.json"), PartialState().is_main_process
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             record = Record(Path(training_args.output_dir) / MADE_FROM)
@@ -85,7 +86,7 @@ class Training:
                     record.write(contents | _length_of(training_args))
                     for later in list(phases)[number:]:  # they began with what this one was before
                         shutil.rmtree(work / later, ignore_errors=True)
-                trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start, is_longer)
+                trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
                 if is_main:
                     record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
@@ -102,14 +103,12 @@ class Training:
         if is_main:
             whole.write(how, is_finished=True)
 
-    def _train(
-        self, phase: str, training_args: GumihoTrainingArguments, start: str | None, is_longer: bool
-    ) -> GumihoTrainer:
+    def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
         set_seed(training_args.seed)
         checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
         state = _state_in(checkpoint) if checkpoint else None
-        if state is not None and not is_longer and state.global_step >= state.max_steps:
+        if state is not None and _has_ended(state, training_args):
             # It was stopped before its result was kept.
             trainer = self._trainer(phase, training_args, state.best_model_checkpoint or checkpoint, state)
         else:
@@ -176,6 +175,13 @@ def _state_in(folder: str) -> TrainerState:
     return TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
 
 
+def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> bool:
+    """Returns whether a state is the last one of a training, which may have become longer since."""
+    if training_args.max_steps > 0:
+        return bool(state.global_step >= training_args.max_steps)
+    return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
+
+
 def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
     return {"max_steps": training_args.max_steps, "num_train_epochs": training_args.num_train_epochs}
 
@@ -199,13 +205,18 @@ def _is_longer(record: Record, contents: dict[str, Any], training_args: GumihoTr
 def cached_data(folders: list[str], num_eval_rows: float, seed: int, held_out: Path | None = None) -> dict[str, Any]:
     """
     Returns the trainer's arguments for training on feature caches. The rows to evaluate on are `held_out`, a cache, or
-    else `num_eval_rows` random ones.
+    else `num_eval_rows` random ones, of each cache its part.
     """
     caches = [FeatureDataset(folder) for folder in folders]
     if len({str(cache.made_from.get("data")) for cache in caches}) < len(caches):
         raise UserValueError("--features names caches of the same texts. Give each of them once.")
     rows: Any = torch.utils.data.ConcatDataset(caches)
-    chosen = [] if held_out is not None else held_out_numbers(len(rows), num_eval_rows, seed)
+    chosen: list[int] = []
+    for start, cache in zip([0, *rows.cumulative_sizes], caches, strict=False):
+        if held_out is None:
+            part = [num_eval_rows * end // len(rows) for end in (start, start + len(cache))]
+            number = num_eval_rows if num_eval_rows < 1 else part[1] - part[0]
+            chosen += [start + row for row in held_out_numbers(len(cache), number, seed)]
     eval_rows: Any = torch.utils.data.Subset(rows, chosen) if chosen else None
     return {
         "eval_dataset": eval_rows if held_out is None else FeatureDataset(held_out),
@@ -220,7 +231,7 @@ def online_data(
     """Returns the trainer's arguments for running the target in every step, on rows of conversations."""
     with training_args.main_process_first(desc="preparing the data"):
         train_rows, report = prepared(args, tokenizer, target_config, rows)
-        eval_rows = prepared(args, tokenizer, target_config, held_out)[0] if held_out is not None else None
+        eval_rows = prepared_held_out(args, tokenizer, target_config, held_out)
     say(f"training data: {report}")
     texts = [text for text in map(prompt_of, held_out or []) if text is not None]
     prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
@@ -238,6 +249,19 @@ def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: An
     return prepare_dataset(
         rows, tokenizer, target_config, max_length=max_length, packing=bool(args.packing), num_proc=args.num_proc
     )
+
+
+def prepared_held_out(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: Any) -> Any:
+    """Returns the held-out rows, of token ids; `None` where there are none, or none can be used."""
+    if not rows:
+        return None
+    try:
+        dataset, report = prepared(args, tokenizer, target_config, rows)
+    except UserValueError as error:
+        say(f"held-out rows: {error}\nThe drafter is not evaluated while it trains.")
+        return None
+    say(f"held-out rows: {report}")
+    return dataset
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | None:
@@ -303,6 +327,8 @@ def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:
 def unsplit_models(args: GumihoTrainingArguments) -> Iterator[None]:
     """Keeps DeepSpeed's ZeRO-3 from splitting models as they are made: the trainer splits the drafter alone."""
     unset_hf_deepspeed_config()
-    yield
-    if args.deepspeed_plugin is not None:
-        args.deepspeed_plugin.set_deepspeed_weakref()
+    try:
+        yield
+    finally:
+        if args.deepspeed_plugin is not None:
+            args.deepspeed_plugin.set_deepspeed_weakref()
