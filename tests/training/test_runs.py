@@ -351,4 +351,4 @@ def test_what_is_given_decides_the_other_defaults(
     assert "load_best_model_at_end" not in device_defaults(["--save_strategy", "epoch"])
     with pytest.raises(SystemExit):
         gumiho("train", "--output_dir", tmp_path, "--save_steps", "x")
-    assert "--save_steps: invalid float value: 'x'" in capsys.readouterr().err
+    assert "invalid float value: 'x'" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def _read(path: Path, device: str) -> dict[str, Any]:
 def _options(words: Sequence[str]) -> dict[str, str]:
     """Returns the options in a command line, each with the word after it."""
     found = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             found[name.replace("-", "_")] = value if equals else following
