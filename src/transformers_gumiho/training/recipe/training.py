@@ -178,7 +178,7 @@ def _state_in(folder: str) -> TrainerState:
 def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> bool:
     """Returns whether a state is the last one of a training, which may have become longer since."""
     if training_args.max_steps > 0:
-        return bool(state.global_step >= training_args.max_steps)
+        return state.global_step >= training_args.max_steps
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
 
 
