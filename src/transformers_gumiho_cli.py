@@ -34,7 +34,7 @@ def main() -> None:
     elif name in _COMMANDS:
         try:
             from transformers_gumiho.cli import run
-        except KeyboardInterrupt:  # as `user_errors.py` of the package reports it
+        except KeyboardInterrupt:  # as `commands.py` of the package reports it
             sys.stderr.write(f"\ngumiho {name}: Interrupted.\n")
             raise SystemExit(130) from None
         run(name, sys.argv[2:])

@@ -324,7 +324,7 @@ def test_setting_of_the_checkpoint_comes_first(tmp_path: Path) -> None:
         ),
         (
             {"model.d2t": torch.tensor([1, 0])},
-            r"`model\.d2t` must name distinct token ids .* it holds 1 more than once",
+            r"`d2t` must name distinct token ids .* it holds 1 more than once",
         ),
         ({"token_map": torch.tensor([], dtype=torch.long)}, r"`token_map` must name distinct .* it is empty"),
         ({"token_map": torch.ones(3)}, r"`token_map` must be 1-D and of integers, got torch\.float32 of shape \(3,\)"),

@@ -319,10 +319,13 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_command_writes_everything_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     gumiho(
         "benchmark", "--target", DEMO_TARGET, "--assistant", DEMO_PAIR / "gumiho", "--prompts",
         DEMO_PAIR / "prompts.jsonl", "--num_prompts", 2, "--max_new_tokens", 8, "--dtype", "float32", "--tree_sizes",
-        2, 8, "--modes", "gumiho", "tree of 2", "tree of 8", "--output_dir", tmp_path / "out",
+        2, 8, "--modes", "gumiho", "tree of 2", "tree of 8", "--output_dir", tmp_path / "out", "--chat_template",
+        template,
     )  # fmt: skip
     assert "| plain |" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}

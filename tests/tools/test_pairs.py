@@ -102,7 +102,7 @@ def test_unknown_pairs_are_reported(options: list[str], message: str) -> None:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of somebody who has the package and not the repository."""
     monkeypatch.setattr(
-        known, "__file__", str(tmp_path / "lib" / "python3" / "site-packages" / "package" / "known.py")
+        known, "__file__", str(tmp_path / "lib" / "python3" / "site-packages" / "package" / "tools" / "known.py")
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -112,6 +112,11 @@ def test_a_pair_without_the_repository_is_refused(elsewhere: Path) -> None:
     message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
     with pytest.raises(FileNotFoundError, match=message):
         known.find_pair("demo").find_drafter()
+
+
+def test_pairs_of_the_repository_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(known.find_pair("demo").find_drafter(), "config.json").exists()
 
 
 def test_a_drafter_is_found_in_the_working_directory(elsewhere: Path) -> None:

@@ -1,7 +1,4 @@
-"""
-Loading a checkpoint: its config in every layout that there is, its files and what their headers say, the names of its
-tensors, and what it must hold. A damaged file is named.
-"""
+"""Loading a checkpoint: its config in every layout, its files, the names of its tensors, and what it must hold."""
 
 import json
 import os
@@ -66,9 +63,8 @@ def damaged_json_named(file: str, name_or_path: Any) -> Iterator[None]:
 
 def find_packaged_folder(name_or_path: Any) -> Path | None:
     """
-    Returns the packaged folder with the `config.json` and `generation_config.json` of a released drafter; `None` where
-    this is no name of one: a name on the Hub with its owner, the path of a copy whose folder is called like the
-    repository, or that of a snapshot in a cache of the Hub.
+    Returns the packaged folder with the configs of a released drafter. It is found by its name on the Hub, the path of
+    a copy whose folder is called like the repository, or that of a snapshot in a cache of the Hub; else `None`.
     """
     parts = Path(os.path.abspath(name_or_path)).parts
     if len(parts) > 3 and parts[-2] == "snapshots":
@@ -191,16 +187,20 @@ def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
 
 
 def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
-    """Returns one entry of a checkpoint, without reading the others; `None` where it cannot be found."""
+    """Returns one entry of a checkpoint, under any prefix, without reading the others; `None` if there is none."""
+    plain = plain_name(key)
     if options.get("state_dict") is not None:
-        return options["state_dict"].get(key)
+        return next((entry for name, entry in options["state_dict"].items() if plain_name(name) == plain), None)
     for file in weight_files(name_or_path, options):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
-                if key in tensors.keys():  # noqa: SIM118 (not a dict)
-                    return tensors.get_tensor(key)
-        elif key in (entries := _load_pickle(file, "cpu")):
-            return entries[key]
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if plain_name(name) == plain:
+                        return tensors.get_tensor(name)
+            continue
+        for name, entry in _load_pickle(file, "cpu").items():
+            if plain_name(name) == plain:
+                return entry
     return None
 
 
@@ -302,8 +302,8 @@ def _accept_new_heads(drafter: Any, missing: set[str], source: Any, options: Map
     new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
     if not new or _own_fields(drafter.config, source, options).get("num_parallel_heads") != 0:
         return
-    # Settings for the depths of its drafts do not fit.
-    drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
+    if options.get("generation_config") is None:  # the settings for the depths of its own drafts do not fit
+        drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
     logger.warning(
         f"The checkpoint {str(source)!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
         f"its config asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."

@@ -159,7 +159,7 @@ class TargetSession:
     dtype: torch.dtype
     shapes: CycleShapes
     memory: StaticMemory | None
-    prefill: TargetOutput = field(init=False)
+    prefill: TargetOutput = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device

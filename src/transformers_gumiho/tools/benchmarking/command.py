@@ -72,6 +72,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         modes = choose_modes(modes, args.modes)
     conditions = measuring_conditions(target, drafter)
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
+    options["chat_template"] = tokenizer.chat_template if args.chat_template is not None else None
     journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
     journal = Journal(folder / "samples.jsonl", journal_settings, args.resume)
     samples: list[Sample] = []
@@ -88,7 +89,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         raise KeyboardInterrupt("Stopped before anything was measured.")
     rows = summarize(samples)
     summary = {"environment": conditions, "arguments": asdict(args), "rows": list(map(asdict, rows))}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     if stopped:

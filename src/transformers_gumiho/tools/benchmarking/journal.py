@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
+from ...commands import UserValueError
 from ...files import append_rows, check_begun_with, complete_lines, cut_after, settings_file
 from ...generation.verification.fingerprint import model_fingerprint
 from ...generation.verification.placement import input_device
@@ -42,6 +43,8 @@ class Journal:
             settings_file(path).unlink(missing_ok=True)
         check_begun_with(path, dict(settings))
         rows = list(map(json.loads, complete_lines(path)))
+        if any("samples" not in row for row in rows):
+            raise UserValueError(f"{str(path)!r} was written by an older version. Run without --resume.")
         cut_after(path, len(rows))
         self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
 

@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ...commands import UserValueError
-from ...files import load_conversations, parse_row, read_json_lines
+from ...files import MalformedRowError, load_conversations, parse_row, read_json_lines
 
 
 logger = logging.get_logger(__name__)
@@ -95,7 +95,13 @@ def read_rows(name: str) -> list[tuple[str, Mapping[str, Any]]]:
     """
     if name.endswith(".jsonl"):
         return [(f"Line {number}", row) for number, row in read_json_lines(name)]
-    return [(f"Row {index}", parse_row(row)) for index, row in enumerate(load_conversations(name, split=None))]
+    rows: list[tuple[str, Mapping[str, Any]]] = []
+    for index, row in enumerate(load_conversations(name, split=None)):
+        try:
+            rows.append((f"Row {index}", parse_row(row)))
+        except MalformedRowError as error:
+            raise UserValueError(f"Row {index} of {name!r} {error}. Each row must be a JSON object.") from error
+    return rows
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:

@@ -51,7 +51,7 @@ class Pair:
 
     def _find(self, model: str) -> str:
         name = f"{self.folder}/{model}"
-        for folder in (Path(__file__).parents[3] / "examples" / name, Path("examples", name)):
+        for folder in (Path(__file__).parents[4] / "examples" / name, Path("examples", name)):
             if (folder / "config.json").exists():
                 return str(folder)
         raise UserFileNotFoundError(

@@ -189,9 +189,8 @@ def first_difference(answer: Answer, plain: Answer) -> int | None:
     Returns the index of the first token in which two answers differ, `None` for none. What is still to come of an
     answer is no difference.
     """
-    are_done = (
-        answer.progress == plain.progress == "done"
-    )  # before the tokens are read, which may be written meanwhile
+    # Before the tokens are read, which may be written meanwhile.
+    are_done = answer.progress == plain.progress == "done"
     ours, theirs = list(answer.tokens), list(plain.tokens)
     pairs = enumerate(zip_longest(ours, theirs) if are_done else zip(ours, theirs, strict=False))
     return next((index for index, (our, their) in pairs if our != their), None)

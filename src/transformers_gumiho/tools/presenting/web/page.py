@@ -76,7 +76,7 @@ class Page(gr.Blocks):
             race.wish_to_stop.set()
 
     def close(self, verbose: bool = True) -> None:
-        """Closes the page and ends all answers: each ends in its next turn, which comes before this one."""
+        """Closes the page and ends all answers: each ends in its next turn."""
         self.host.is_closed = True
         self.host.begin_turn()
         self.host.end_turn()

@@ -144,6 +144,9 @@ class Race:
 
         host.begin_turn()
         try:
+            if self.wish_to_stop.is_set() or host.is_closed:  # while it waited for its first turn
+                answer.progress = "stopped"
+                return
             torch.manual_seed(question.seed)
             stream_answer(
                 host.target, host.tokenizer, drafter, self.prompt, answer, max_new_tokens=question.max_new_tokens,
