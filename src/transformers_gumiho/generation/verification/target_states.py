@@ -298,7 +298,8 @@ def _own_head(
     head, own = drafter.lm_head, drafter.own_tokens()
     if draft_vocabulary is None:
         if own is not None:  # the same tensor in each call, as what others keep depends on it
-            (own,) = kept("own tokens", (head, head), (drafter.d2t,), (), lambda: [own])
+            made = own
+            (own,) = kept("own tokens", (head, head), (drafter.d2t,), (), lambda: [made])
         return cut_head(head, None), own
     ids, device = list(draft_vocabulary), head.weight.device
 
