@@ -270,7 +270,7 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             return (input_ids[:, -1] % 5 == 0) & (torch.tensor(input_ids.shape[1] > 12))
 
-    monkeypatch.setattr(token_choice, "_ROW_WISE_CRITERIA", (MaxLengthCriteria, EndsAtToken))
+    monkeypatch.setattr(token_choice, "_ROW_WISE_CRITERIA", {MaxLengthCriteria, EndsAtToken})
     target = make_target(seed=3)
     drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
     target.generation_config.eos_token_id = None
