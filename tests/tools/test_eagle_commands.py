@@ -12,9 +12,16 @@ from training_data import DEMO_TARGET, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.tools.presenting import command
 
 
 EAGLE3 = {"serial_head": "eagle3", "draft_vocab_size": 512}
+
+
+def interrupt(_: float) -> None:
+    raise KeyboardInterrupt
+
+
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # What the published head is, and what is added to it.
     "eagle1": ({}, {}),
@@ -59,5 +66,7 @@ def test_every_command_takes_an_eagle_head(
     assert drafted.accepted_lengths
     pages: list[Any] = []
     monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: pages.append(page))
-    gumiho("demo", *pair)
+    monkeypatch.setattr(command.time, "sleep", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        gumiho("demo", *pair)
     assert len(pages) == 1
