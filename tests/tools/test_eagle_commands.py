@@ -30,7 +30,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow  # all commands, one after the other
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_command_takes_an_eagle_head(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -39,7 +38,7 @@ def test_every_command_takes_an_eagle_head(
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     fields, added = KINDS[kind]
     torch.manual_seed(0)
-    new = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=0, num_serial_tokens=8, **fields)
+    new = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=0, num_serial_tokens=4, **fields)
     head = publish(tmp_path / "head", new, torch.float32)
     if added:
         GumihoModel.from_pretrained(head, **added).save_pretrained(head := tmp_path / "added")
@@ -51,7 +50,7 @@ def test_every_command_takes_an_eagle_head(
     gumiho("show", *pair, "--prompt", prompt, "--output", tmp_path / "tree.svg")
     assert "drawn into" in capsys.readouterr().out
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt}, {"prompt": "import "}, {"prompt": "for "}])
-    measured = [*pair, "--prompts", prompts, "--output_dir", tmp_path / "out", "--max_new_tokens", 8]
+    measured = [*pair, "--prompts", prompts, "--output_dir", tmp_path / "out", "--max_new_tokens", 4]
     gumiho("benchmark", *measured, "--modes", "plain", "gumiho")
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())["rows"]
     assert [row["num_equal"] for row in rows if row["mode"] == "gumiho"] == [3]
