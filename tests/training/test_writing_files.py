@@ -118,7 +118,7 @@ def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeyp
         check_begun_with(path, {"seed": 0})
 
 
-# Runs `gumiho`. The second process is killed after so many rows.
+# Runs `gumiho`, and kills the second process after this many of its writes.
 RUN = """
 import os, sys
 from accelerate import PartialState

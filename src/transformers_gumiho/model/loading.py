@@ -121,7 +121,7 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     """Whether the content of a `config.json` is that of a drafter, of any method."""
     if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
         return True
-    # A small language model has the same config as a serial head, and is told from it by the names of its tensors.
+    # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
     return num_layers <= _MAX_LAYERS and "fc.weight" in tensor_shapes(name_or_path, {})
 

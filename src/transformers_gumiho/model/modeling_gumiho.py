@@ -204,7 +204,7 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
-            # An EAGLE head is recognized by its tensors, and transformers does not tell the config where they are.
+            # The tensors show that it is an EAGLE head. transformers does not hand their place to the config.
             where = kwargs.pop("config", None) or pretrained_model_name_or_path
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
             fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}

@@ -21,6 +21,3 @@ def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-__all__ = ["upload"]

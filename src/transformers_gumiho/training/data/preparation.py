@@ -249,7 +249,7 @@ def _read_batch(
 
 
 def _look(row: dict[str, Any], renderer: Renderer, max_length: int, answered: bool) -> Iterator[dict[str, Any]]:
-    """Yields what tells rows apart, and what is to be written."""
+    """Yields the key of a row, by which duplicates are found, and its counts for the report."""
     example = read_row(row, bool(renderer.tokenizer.chat_template), answered)
     turns, messages, num_tokens = example.turns, example.messages, 0
     said = [message for message in messages if answered or message["role"] != "assistant"]

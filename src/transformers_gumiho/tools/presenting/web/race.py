@@ -61,8 +61,8 @@ class Host:
 
     def hand_over(self) -> float:
         """
-        Lets everybody who waits have a turn before the next one of the caller, whose random numbers continue as if
-        nobody else drew any. Returns the seconds that it took.
+        Lets each waiting answer have a turn before the caller's next one. The draws of the others do not change the
+        caller's random numbers. Returns the seconds that it waited.
         """
         begin, device = time.perf_counter(), input_device(self.target)
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
