@@ -81,4 +81,4 @@ def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def _sample(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns some numbers of all weights as one tensor, so that the host waits once for a comparison."""
     parts = [weight.detach().reshape(-1)[:: max(weight.numel() // _NUM_COMPARED, 1)] for weight in weights]
-    return torch.cat([part.to(parts[0].device, torch.float32) for part in parts] or [torch.empty(0)])
+    return torch.cat([part.to(parts[0].device, torch.float32) for part in parts] or [torch.empty(0, device="cpu")])

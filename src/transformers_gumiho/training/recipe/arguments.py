@@ -98,7 +98,7 @@ class RecipeArguments(WritingArguments):
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
     ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
-    regenerate: bool = option("Let the target answer; `false` uses the answers of the data.", True)
+    regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
     cache_features: str = option(
         "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
