@@ -25,9 +25,10 @@ from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.experts import experts_of_decoding
-from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
+from transformers_gumiho.generation.verification.placement import drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
 from transformers_gumiho.internals import experts_function
+from transformers_gumiho.tools.measuring.machine import accelerators_of
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 
@@ -93,6 +94,25 @@ def test_generation_mixes_no_devices(placement: tuple[Any, str], way: tuple[dict
         device = move(target, placement[0])
         drafter.to(placement[1])
         assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
+
+
+@pytest.mark.parametrize("branching_factor", [1, 4])
+def test_deterministic_algorithms(branching_factor: int) -> None:
+    """PyTorch has none for some operations on an accelerator. Greedy decoding takes none of these."""
+    target = make_target()
+    drafter = make_drafter(target, num_assistant_tokens=8, branching_factor=branching_factor, transition_rank=3)
+    expected = generate(target, drafter, make_prompts([9]), "cpu", **GREEDY)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pretending():
+            target.to("cuda:0")
+            drafter.to("cuda:0")
+            for lookup in ({}, LOOKUP):
+                assert torch.equal(
+                    generate(target, drafter, make_prompts([9]), "cuda:0", **GREEDY, **lookup), expected
+                )
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pytest.MonkeyPatch) -> None:

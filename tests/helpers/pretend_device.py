@@ -8,7 +8,8 @@ A pretend accelerator, to test on a CPU what a program asks of a real one.
 
 Tensors stay ordinary CPU tensors. Which device they pretend to be on is noted on their storage, which views share.
 [`PretendMachine`] sees every call of a PyTorch function, and answers as a machine with "cuda:0", "cuda:1" and "mps"
-would: it raises [`MixedDevices`] and refuses float64 on "mps", and writes down where the host waits for a device.
+would: it raises [`MixedDevices`], refuses float64 on "mps" and what no device computes in deterministic mode, and
+writes down where the host waits for a device.
 
 It does not see what PyTorch calls within one of its own functions, nor the backward pass. Kernels, numbers and memory
 are those of the CPU, and all devices share its random generator.
@@ -81,6 +82,8 @@ class PretendMachine(TorchFunctionMode):
             for tensor in tensors:
                 if getattr(tensor.untyped_storage(), _COPIED_AT, None) == len(self.waits):
                     raise ReadTooEarly(f"{name} in {_calling_line()}")
+        if name == "cumsum" and torch.are_deterministic_algorithms_enabled() and tensors[0].is_floating_point():
+            assert device_of(tensors[0]) == CPU, f"cumsum has no deterministic implementation ({_calling_line()})"
         source = CPU if name == "__set__" else _common_device(name, args, tensors)
         target = _asked_device(name, args, kwargs) or source
         self._note_waits(name, args, kwargs, source, target)

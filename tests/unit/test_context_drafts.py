@@ -96,15 +96,15 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
     drafts = ContextDrafts(read, [2, 0, 0], num_tokens=3, max_ngram_size=2, vocab_size=50)
     branch = drafts.draft(CPU)
     assert branch.tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
-    assert (branch.log_probs[2] == -math.inf).all()
+    assert (branch.scores[2] == -math.inf).all()
     plain = MatchEstimates()
     expected = [plain.probability(length) for length in (1, 2, 3)]
-    torch.testing.assert_close(branch.log_probs[0].exp(), torch.tensor(expected))
+    torch.testing.assert_close(branch.scores[0].exp(), torch.tensor(expected).cumprod(dim=0))
     texts[0] += [2, 9]
     texts[2] += [1, 2]
     branch = drafts.draft(CPU)
     assert drafts.num_right == [1, 0, 0], "2, and 9 in place of 3"
-    assert (branch.log_probs[0] == -math.inf).all()
+    assert (branch.scores[0] == -math.inf).all()
     assert branch.tokens[2].tolist() == [3, 4, 5]
 
 

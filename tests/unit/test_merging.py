@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn) -> tuple[DraftTree, torch.Tensor, torch.Tensor]:
 @given(cases())
 def test_merged_tree_holds_the_best_of_both(case: tuple[DraftTree, torch.Tensor, torch.Tensor]) -> None:
     tree, tokens, log_probs = case
-    merged = merge_branch(tree, tokens, log_probs)
+    merged = merge_branch(tree, tokens, log_probs.cumsum(dim=1))
     num_nodes = tree.tokens.shape[1] - 1
     for row in range(len(tokens)):
         scores = dict(zip(paths_of(tree, row), tree.scores[row, 1:].tolist(), strict=True))
@@ -86,7 +86,7 @@ def test_the_chain_that_is_expected_to_be_longer_is_taken(
 ) -> None:
     _, tokens, log_probs = case
     tree = random_tree(len(tokens), depth, 1, depth, torch.Generator().manual_seed(int(tokens.sum())))
-    better = take_better_chain(tree, tokens, log_probs)
+    better = take_better_chain(tree, tokens, log_probs.cumsum(dim=1))
     for name in ("parents", "depths", "ancestors", "max_depth"):
         assert getattr(better, name) is getattr(tree, name)
     for row in range(len(tokens)):

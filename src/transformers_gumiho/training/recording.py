@@ -19,8 +19,8 @@ from transformers.utils import logging
 from ..commands import UserValueError, as_user_errors
 from ..files import Record, sole_writer
 from ..generation.observers import ignore_calls, observe_calls
-from ..generation.verification.fingerprint import adapters_of, model_fingerprint
 from ..internals import version_of
+from ..model.fingerprint import adapters_of, model_fingerprint
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model

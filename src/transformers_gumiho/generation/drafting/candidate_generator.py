@@ -225,14 +225,14 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return self._add_branch(padded_root(root, self._num_drafted, self.settings.longest_path), branch)
         if branch is None:
             return bare_root(root)
-        return single_path(root, branch.tokens[:, :max_depth], branch.log_probs[:, :max_depth].cumsum(dim=1))
+        return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
         settings = self.settings
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
-            tree = merge(tree, branch.tokens, branch.log_probs)
+            tree = merge(tree, branch.tokens, branch.scores)
         if self.context is None or not self.has_fixed_shapes:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch.

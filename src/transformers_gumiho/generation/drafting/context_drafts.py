@@ -36,13 +36,13 @@ class ContextBranch:
 
     Attributes:
         tokens (`(B, M)`): The tokens from depth 1 down.
-        log_probs (`(B, M)`): Log-probability (nats) of each token after those before it; minus infinity in rows
+        scores (`(B, M)`): Summed log-probabilities (nats) of the tokens down to each; minus infinity in rows
             without a draft.
         is_run: Whether the target verifies this path alone, without a tree of the drafter.
     """
 
     tokens: torch.Tensor
-    log_probs: torch.Tensor
+    scores: torch.Tensor
     is_run: bool
 
 
@@ -211,11 +211,11 @@ class ContextDrafts:
             length = min(self._rows[0].run_length, run_lengths[-1])
             run_length = length if length in run_lengths else 0
         width = run_length or self.num_tokens
-        tokens, log_probs = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
+        tokens, scores = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
         for index, row in enumerate(self._rows):
             drafted, estimates = row.draft(width)
             if drafted and estimates[0] >= _MIN_ESTIMATE:
-                tokens[index], log_probs[index] = drafted, [math.log(estimate) for estimate in estimates]
-        if all(of_row[0] == -math.inf for of_row in log_probs):
+                tokens[index], scores[index] = drafted, list(itertools.accumulate(map(math.log, estimates)))
+        if all(of_row[0] == -math.inf for of_row in scores):
             return None
-        return ContextBranch(upload(tokens, device), upload(log_probs, device, torch.float32), run_length > 0)
+        return ContextBranch(upload(tokens, device), upload(scores, device, torch.float32), run_length > 0)

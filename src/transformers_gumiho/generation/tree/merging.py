@@ -8,24 +8,24 @@ from torch import nn
 from .draft_tree import DraftTree, choose_nodes
 
 
-def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
+def merge_branch(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
     Returns the best nodes of `tree` and of a branch, as many as `tree` has. A token that both have after the same path
     is one node, with the better of the two scores.
 
     Args:
         tokens (`(B, M)`): The branch, from depth 1 down.
-        log_probs (`(B, M)`): The log-probability (nats) of each of its tokens, if those before it are accepted. Never
-            positive; minus infinity from where the branch of a row has ended.
+        scores (`(B, M)`): The summed log-probabilities (nats) down to each of its tokens. Never rising; minus infinity
+            from where the branch of a row has ended.
     """
     num_nodes, length = tree.tokens.shape[1], tokens.shape[1]
     shared = _shared_nodes(tree, tokens)
     is_shared = shared >= 0
-    branch_scores = _branch_scores(tree, shared, log_probs)
+    branch_scores = _branch_scores(tree, shared, scores)
     # Nodes of the tree that are also on the branch get their score there, if it is better.
-    scores = tree.scores.scatter(1, shared.clamp(min=0), branch_scores.where(is_shared, 0.0))
-    scores = scores.maximum(tree.scores)
-    scores[:, 0] = 0.0
+    tree_scores = tree.scores.scatter(1, shared.clamp(min=0), branch_scores.where(is_shared, 0.0))
+    tree_scores = tree_scores.maximum(tree.scores)
+    tree_scores[:, 0] = 0.0
     # A shared node is no second candidate: it ranks after the tree, which has as many nodes as are chosen.
     new_scores = branch_scores.masked_fill(is_shared, -torch.inf)
     own = torch.arange(num_nodes, num_nodes + length, device=tokens.device)
@@ -33,23 +33,23 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor)
     parents = torch.cat((torch.zeros_like(indices[:, :1]), indices[:, :-1]), dim=1)
     return choose_nodes(
         tokens=torch.cat((tree.tokens, tokens), dim=1),
-        scores=torch.cat((scores, new_scores), dim=1),
+        scores=torch.cat((tree_scores, new_scores), dim=1),
         parents=torch.cat((tree.parents, parents), dim=1),
         num_nodes=num_nodes - 1,
         max_depth=max(tree.max_depth, min(length, num_nodes - 1)),
     )
 
 
-def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Tensor) -> DraftTree:
+def take_better_chain(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
     Returns for each row the chain, or one that begins with the branch if more of its tokens are expected to be
     accepted. It has as many tokens as before; the chain's follow a shorter branch. The arguments are those of
     [`merge_branch`].
     """
     length = min(tokens.shape[1], tree.tokens.shape[1] - 1)
-    tokens, log_probs = tokens[:, :length], log_probs[:, :length]
+    tokens, scores = tokens[:, :length], scores[:, :length]
     own_tokens, own_scores = tree.tokens[:, 1:], tree.scores[:, 1:]
-    branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), log_probs)
+    branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), scores)
     # The common beginning is as likely in the chain as in the branch, so what follows it in the chain gains as much.
     agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
     fork = agreed.sum(dim=1, keepdim=True)
@@ -58,7 +58,7 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, log_probs: torch.Te
     chain_scores[:, :length] = branch_scores.where(agreed.bool(), chain_scores[:, :length])
     is_better = branch_scores.exp().sum(dim=1, keepdim=True) > chain_scores.exp().sum(dim=1, keepdim=True)
     missing = own_tokens.shape[1] - length
-    taken = nn.functional.pad(is_better & (log_probs > -torch.inf), (0, missing))
+    taken = nn.functional.pad(is_better & (scores > -torch.inf), (0, missing))
     new_tokens = nn.functional.pad(tokens, (0, missing)).where(taken, own_tokens)
     new_scores = nn.functional.pad(branch_scores, (0, missing)).where(taken, chain_scores)
     return replace(
@@ -83,18 +83,15 @@ def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
     return shared.scatter(1, depths, indices)[:, 1:-1]
 
 
-def _branch_scores(tree: DraftTree, shared: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+def _branch_scores(tree: DraftTree, shared: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """
     Returns `(B, M)`: the score of each token of a branch: that of the token above plus its own log-probability, or
     that of the shared node if it is better.
     """
-    is_shared = shared >= 0
-    own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(~is_shared, -torch.inf)
-    # From a shared node j on: `own_j + log_probs_(j+1) + ... + log_probs_d`, the best of all j. Each j has a row.
-    starts = nn.functional.pad(own, (1, 0))
-    steps = nn.functional.pad(log_probs.to(own.dtype), (1, 0))[:, None].expand(-1, starts.shape[1], -1)
-    is_after = torch.ones_like(steps[0], dtype=torch.bool).tril(-1)
-    sums = steps.triu(1).cumsum(dim=2).masked_fill(is_after, -torch.inf)
-    scores = (starts[:, :, None] + sums).amax(dim=1)[:, 1:]
-    ended = (log_probs == -torch.inf) & ~is_shared
-    return scores.masked_fill(ended, -torch.inf).clamp(max=0.0)
+    own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(shared < 0, -torch.inf)
+    ended = scores == -torch.inf
+    sums = scores.to(own.dtype).masked_fill(ended, 0.0)
+    # From a shared node j on: `own_j + sums_d - sums_j`, the best of all j from the root, which scores 0, down to d.
+    best = nn.functional.pad(own - sums, (1, 0)).cummax(dim=1).values[:, 1:] + sums
+    # By rounding, a token may score above the one that it follows.
+    return own.where(ended, best.clamp(max=0.0)).cummin(dim=1).values

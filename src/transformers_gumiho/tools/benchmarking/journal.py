@@ -12,8 +12,8 @@ from transformers import __version__ as transformers_version
 
 from ...commands import UserValueError
 from ...files import append_rows, check_begun_with, complete_lines, cut_after, settings_file
-from ...generation.verification.fingerprint import model_fingerprint
 from ...generation.verification.placement import input_device
+from ...model.fingerprint import model_fingerprint
 from ...model.modeling_gumiho import GumihoModel
 from ..measuring.machine import machine_name
 from .summary import Sample

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
+
+from ...generation.verification.placement import input_device
 
 
 def machine_name(device: torch.device) -> str:
@@ -23,6 +26,13 @@ def _processor() -> str:
     path = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*: (.+)", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
     return name[1] if name else platform.processor() or platform.machine()
+
+
+def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
+    """Returns the devices other than the CPU that hold parts of the models, each once."""
+    places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
+    devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
+    return [device for device in dict.fromkeys(devices) if device.type != "cpu"]
 
 
 @dataclass

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...generation.verification.placement import accelerators_of, input_device
+from ...generation.verification.placement import input_device
 from ...model.modeling_gumiho import GumihoModel
+from .machine import accelerators_of
 from .prompts import pad_left
 from .timing import DecodingTime, time_decoding
 

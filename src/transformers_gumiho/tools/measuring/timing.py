@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ...generation.drafting.candidate_generator import DraftOrigin
 from ...generation.observers import GenerationObserver, Stage, observing
-from ...generation.verification.placement import accelerators_of, input_device
+from ...generation.verification.placement import input_device
 from ...internals import num_compiled_graphs
 from ...model.modeling_gumiho import GumihoModel
-from .machine import peak_memory
+from .machine import accelerators_of, peak_memory
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserFileNotFoundError
-from ...generation.verification.fingerprint import VOLATILE
+from ...model.fingerprint import VOLATILE
 
 
 _DIGITS = 16

@@ -10,10 +10,10 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
-from ...generation.verification.fingerprint import model_fingerprint
 from ...generation.verification.placement import input_device
 from ...generation.verification.target_states import why_not_finite
 from ...internals import CACHE_NAME
+from ...model.fingerprint import model_fingerprint
 from .requests import Completion, Request, Sampling, Task
 
 
