@@ -91,7 +91,12 @@ def reported_in_one_line(program: str) -> Iterator[None]:
         SystemExit: In place of such an error, which is its `__cause__`. After Ctrl-C its code is 130.
     """
     try:
-        yield
+        try:
+            yield
+        except SystemExit:  # after `--help`
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # what is buffered meets a closed pipe or a full disk here
     except UserError as error:
         raise SystemExit(f"{program}: {error}") from error
     except ModuleNotFoundError as error:

@@ -3,6 +3,8 @@
 import ast
 import errno
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,34 @@ def test_ctrl_c_is_one_line_and_the_status_of_a_shell(
         raise interrupt
     assert caught.value.code == 130
     assert capsys.readouterr().err.splitlines() == ["", line]
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+@pytest.mark.parametrize("sink", ["a closed pipe", "/dev/full"])
+def test_output_that_is_buffered_meets_its_end_within_the_command(
+    sink: str, ends_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the exit Python would only write "Exception ignored" and a traceback. `--help` ends itself."""
+    if sink == "/dev/full":
+        if not Path(sink).exists():
+            pytest.skip("this system has no such device")
+        stream = open(sink, "w")  # noqa: SIM115
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        stream = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    def command() -> None:
+        with reported_in_one_line("tool"):
+            stream.write("a line")
+            if ends_itself:
+                raise SystemExit(0)
+
+    with pytest.raises(SystemExit, match="No space left on device" if sink == "/dev/full" else "^1$"):
+        command()
+    with suppress(OSError):
+        stream.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,10 +95,12 @@ def write_served_target(args: AttachArguments) -> str:
 def _check_source(target: str, source: Path, weights: list[Path]) -> None:
     """Raises `ValueError` for a target's folder beside whose files no code would be read."""
     if (source / _ADAPTER).exists():
-        base = json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = ""
+        with suppress(ValueError, KeyError, TypeError):  # the file may be damaged
+            base = f" {json.loads((source / _ADAPTER).read_text(encoding='utf-8'))['base_model_name_or_path']!r}"
         raise UserValueError(
-            f"{target!r} is an adapter, which is loaded from the folder of its base model {base!r}. Save a merged "
-            f"model with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
+            f"{target!r} is an adapter, which is loaded from the folder of its base model{base}. Save a merged model "
+            f"with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
         )
     if (source / _CODE).exists():
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
