@@ -153,10 +153,15 @@ def test_logits_are_those_of_the_target_whatever_a_processor_writes(
     torch.testing.assert_close(torch.cat(output.logits), expected)
 
 
-@pytest.mark.parametrize("max_length", [12, 60])
-def test_length_criterion_of_the_caller(target: PreTrainedModel, drafter: GumihoModel, max_length: int) -> None:
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
+@pytest.mark.parametrize("max_length", [3, 5, 12, 60])
+def test_length_criterion_of_the_caller(
+    target: PreTrainedModel, drafter: GumihoModel, max_length: int, lengths: list[int]
+) -> None:
+    """Also of a prompt that is as long already: criteria are asked after a token."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
-    assert equals_plain(target, drafter, stopping_criteria=criteria).sequences.shape[1] == max_length
+    output = equals_plain(target, drafter, **make_prompts(lengths), stopping_criteria=criteria)
+    assert output.sequences.shape[1] == max(max_length, 6)
 
 
 @pytest.mark.parametrize("eos_token_id", [[token] for token in range(VOCAB_SIZE)] + [[1, 5], list(range(8))])

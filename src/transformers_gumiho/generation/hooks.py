@@ -88,7 +88,8 @@ def _assisted_decoding(
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     traits, config = TargetTraits.of(verifier), kwargs["generation_config"]
-    max_new_tokens = max_length_of(kwargs["stopping_criteria"], config) - input_ids.shape[1]
+    prompt_length = input_ids.shape[1]
+    max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
     reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)
     if reason is None:
         kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}

@@ -59,7 +59,7 @@ class CommittedSequences:
         streamer: BaseStreamer | None = None,
     ):
         batch_size, self.prompt_length = input_ids.shape
-        self.max_length = max_length_of(stopping_criteria, generation_config)
+        self.max_length = max_length_of(stopping_criteria, generation_config, self.prompt_length)
         self.pad_token_id = pad_token_id(generation_config) or 0
         self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
         self._buffer[:, : self.prompt_length] = input_ids
@@ -219,10 +219,13 @@ class CommittedSequences:
         self._num_streamed = max(stop, self._num_streamed)
 
 
-def max_length_of(stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig) -> int:
+def max_length_of(
+    stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, prompt_length: int
+) -> int:
     """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
     lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
-    return min(lengths, default=generation_config.max_length)
+    # Criteria are asked after a token, so there is always one.
+    return max(min(lengths, default=generation_config.max_length), prompt_length + 1)
 
 
 class StepRecord:
