@@ -103,6 +103,40 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
     setattr(GenerationMixin, name, step)
 
 
+# Packages whose code computes the same for several tokens in one pass as for one after the other.
+_KNOWN_PACKAGES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
+
+
+def own_step_of_decoding(target: PreTrainedModel) -> str | None:
+    """Returns the name of a step of decoding that is the target's own, and that no drafted call runs."""
+    if getattr(type(target), PLAIN_STEP) is not generation_step(PLAIN_STEP):
+        return PLAIN_STEP
+    steps = (PLAIN_STEP, DECODING_STEP, "_update_model_kwargs_for_generation")
+    return next((name for name in steps if _is_foreign(getattr(target, name))), None)
+
+
+def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
+    """
+    Returns the functions of other packages (subclasses, patches, remote code) that run in a target's passes and may
+    depend on masks, each by its id and code: a reference to it could keep the target alive.
+    """
+    kinds, own = set(map(type, target.modules())), (vars(module).get("forward") for module in target.modules())
+    found = {*own, *(kind.forward for kind in kinds), *map(eager_attention, kinds)} - {None}
+    functions = (getattr(found, "__func__", found) for found in (*found, target.prepare_inputs_for_generation))
+    foreign = filter(_takes_masks, filter(_is_foreign, functions))
+    return frozenset((id(function), getattr(function, "__code__", None)) for function in foreign)
+
+
+def _is_foreign(function: Any) -> bool:
+    # What wraps a function with `functools.wraps` has its module.
+    return (getattr(function, "__module__", None) or "").partition(".")[0] not in _KNOWN_PACKAGES
+
+
+def _takes_masks(function: Any) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 # In the order of the signature.
 _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 

@@ -118,6 +118,17 @@ def test_one_adapter_for_each_row() -> None:
     assert torch.equal(adapted.generate(**make_prompts([6, 6, 6]), **settings, assistant_model=drafter), plain)
 
 
+def test_activated_lora_is_refused() -> None:
+    """It acts on the newest tokens of each pass, of which passes over drafts have more."""
+    target, invocation = make_target(), make_prompts([6])["input_ids"][0, 3:5].tolist()
+    drafter = make_drafter(target, num_assistant_tokens=15)
+    base = equals_plain(target, drafter)
+    adapted = get_peft_model(target, lora(alora_invocation_tokens=invocation)).eval()
+    refuses(adapted, "is an activated LoRA", drafter, **make_prompts([6]))
+    with adapted.disable_adapter():
+        assert torch.equal(equals_plain(adapted, drafter), base)
+
+
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
 def test_virtual_tokens_are_refused(config: type[PromptLearningConfig]) -> None:
     target = make_target()

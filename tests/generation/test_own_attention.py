@@ -1,5 +1,6 @@
 """Targets with attention functions of the user's: passes over drafts compute these, or the call is refused."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from transformers_gumiho import attached
 from transformers_gumiho.generation.verification.continuation import check_multi_token_decode
 from transformers_gumiho.generation.verification.traits import TargetTraits
-from transformers_gumiho.internals import adopt_attention_implementation
+from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 
 
 Function = Callable[..., tuple[torch.Tensor, None]]
@@ -73,6 +75,8 @@ def distant(
     bias = -0.3 * behind.clamp(min=0).to(query.dtype)[None, None]
     if attention_mask is None:
         attention_mask = behind >= 0
+    elif attention_mask.is_floating_point():
+        attention_mask = attention_mask == 0
     mask = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
@@ -169,6 +173,47 @@ def test_other_functions_compute_chains(given: tuple[str, Function, Any], regist
     register(name, function, mask)
     # With padding, a function that ignores masks sees other tokens in longer passes, and is refused.
     check_text(make_target(attn_implementation=name), is_chain=True, one_row=name == "distant")
+
+
+def layers_with(function: Function) -> Callable[..., Any]:
+    """Returns the `forward` of a layer's attention that computes this function."""
+
+    def forward(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        shape = hidden_states.shape[:-1]
+        states = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (projected.view(*shape, -1, self.head_dim).transpose(1, 2) for projected in states)
+        query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if kwargs.get(CACHE_NAME) is not None:
+            key, value = kwargs[CACHE_NAME].update(key, value, self.layer_idx)
+        output, _ = function(self, query, key, value, attention_mask, scaling=self.scaling)
+        return self.o_proj(output.reshape(*shape, -1)), None
+
+    return forward
+
+
+@pytest.mark.parametrize("way", ["modules", "subclass", "class", "eager function"])
+@pytest.mark.parametrize(
+    ("function", "is_chain"),
+    [(clipped, False), (causal_by_slots, True), (distant, True)],
+    ids=["clipping", "ignores masks", "distances"],
+)
+def test_code_that_is_not_registered_is_tried(
+    function: Function, is_chain: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patches, and layers of other packages, look like transformers' own attention."""
+    target = make_target(attn_implementation="eager" if way == "eager function" else "sdpa")
+    for layer in target.model.layers:
+        if way == "modules":
+            layer.self_attn.forward = types.MethodType(layers_with(function), layer.self_attn)
+        elif way == "subclass":
+            layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"forward": layers_with(function)})
+    if way == "class":
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", layers_with(function))
+    elif way == "eager function":
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", function)
+    check_text(target, is_chain, one_row=function is distant)
 
 
 def test_layers_of_their_own(register: Callable[..., None]) -> None:

@@ -1,5 +1,6 @@
 """What cannot work is refused before any model runs, with the cause and the way out."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -64,6 +65,55 @@ def test_caches_of_the_caller(target: PreTrainedModel) -> None:
     )
     offloaded = DynamicCache(config=target.config, offloading=True)
     refuses(target, "and offloading", **{CACHE_NAME: offloaded})
+
+
+class Halves(DynamicCache):
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(*args, **kwargs)
+        return keys, values / 2
+
+
+class Counts(DynamicCache):
+    calls = 0
+
+
+@pytest.mark.parametrize("way", ["a subclass", "a patch", "a patched layer", "a subclass that updates as usual"])
+def test_caches_that_change_what_they_hold(target: PreTrainedModel, way: str) -> None:
+    kind = {"a subclass": Halves, "a subclass that updates as usual": Counts}.get(way, DynamicCache)
+    cache = kind(config=target.config)
+    owner = cache.layers[0] if way == "a patched layer" else cache
+    if "patch" in way:
+        owner.update = functools.partial(owner.update)
+    if kind is not Counts:
+        refuses(target, f"got {kind.__name__} with .* and an `update` of its own", **{CACHE_NAME: cache})
+        return
+    settings = make_prompts([5]) | {"max_new_tokens": 20, "do_sample": False}
+    drafted = target.generate(**settings, **{CACHE_NAME: cache}, assistant_model=make_drafter(target))
+    assert torch.equal(drafted, target.generate(**settings))
+
+
+class OwnLoop(LlamaForCausalLM):
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._sample(*args, **kwargs).flip(1)
+
+
+class OwnUpdate(LlamaForCausalLM):
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._update_model_kwargs_for_generation(*args, **kwargs)
+
+
+class OwnAssistedLoop(LlamaForCausalLM):
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [OwnLoop, OwnUpdate, OwnAssistedLoop])
+def test_steps_of_decoding_that_are_the_targets_own(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
+    step = next(name for name in vars(kind) if name.startswith("_") and not name.startswith("__"))
+    own = kind(target.config).double().eval()
+    refuses(own, f"{kind.__name__} decodes with a `{step}` of its own")
+    with pytest.raises(ValueError, match=step):
+        attach(own, make_drafter(target))
 
 
 def test_encoder_decoder() -> None:
@@ -220,6 +270,9 @@ def test_drafter_of_another_target(target: PreTrainedModel) -> None:
     wider = LlamaConfig(vocab_size=8, hidden_size=64, num_attention_heads=4, intermediate_size=48)
     drafter = GumihoModel(GumihoConfig.from_target(wider))
     refuses(target, "has a hidden size of 64, but LlamaForCausalLM has one of 32", drafter)
+    exchanged = make_target()
+    exchanged.lm_head = torch.nn.Linear(32, 12, bias=False).double()
+    refuses(exchanged, "has a vocabulary of 8, but LlamaForCausalLM has one of 12")
 
 
 def test_assistant_tokenizer(target: PreTrainedModel) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...commands import UserValueError
 from ...internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
 from ...model.decoding_settings import DraftingSettings
 from ...model.target_shape import TargetLayers
@@ -17,6 +16,7 @@ from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
+from .trial import check_is_written
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.
@@ -176,11 +176,6 @@ def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, nu
     if traits.is_chain:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
+    check_is_written(traits, cache, num_before)
     length: int = cache.get_seq_length()
-    if length <= num_before:
-        raise UserValueError(
-            f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
-            f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
-            f"`assistant_model`."
-        )
     return length

@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ...internals import attention_implementation, is_pipeline_stage
+from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
@@ -123,6 +123,11 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
+    if (step := own_step_of_decoding(target)) is not None:
+        raise Unsupported(
+            f"{name} decodes with a `{step}` of its own, which drafting would leave out. Override other methods "
+            f"(`forward`, `prepare_inputs_for_generation`), or {_WITHOUT_DRAFTER}"
+        )
     # For the time of a call, PEFT replaces this method of the target by that of the model around it.
     around = getattr(target.prepare_inputs_for_generation, "__self__", None)
     adapter = getattr(around, "active_peft_config", None)
@@ -131,6 +136,11 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
             f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or "
             f"{_WITHOUT_DRAFTER}"
+        )
+    if _has_active_alora(target):
+        raise Unsupported(
+            f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
+            f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
         )
     traits = TargetTraits.of(target)
     attention = traits.attention
@@ -150,6 +160,13 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     return traits
 
 
+def _has_active_alora(target: PreTrainedModel) -> bool:
+    configs = getattr(target, "peft_config", {}).values()
+    if not any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        return False
+    return any(not module.disable_adapters for module in target.modules() if "merged_adapters" in vars(module))
+
+
 def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """Raises [`Unsupported`] where the drafter cannot draft for the target."""
     implementation = attention_implementation(drafter.config.get_text_config())
@@ -159,8 +176,10 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"do). {_LOAD_WITH_SDPA}"
         )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
+    # An output head that was exchanged may score more tokens than the config says.
+    num_scored = getattr(target.get_output_embeddings(), "out_features", 0)
     for what, ours, theirs in (
-        ("vocabulary", draft.vocab_size, config.vocab_size),
+        ("vocabulary", draft.vocab_size, max(config.vocab_size, num_scored)),
         ("hidden size", drafter.config.target_hidden_size or draft.hidden_size, state_width(config)),
     ):
         if ours != theirs:
@@ -294,13 +313,18 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     is_offloaded = getattr(cache, "offloading", False)
     kind = traits.cache_class or DynamicCache
     is_usable = isinstance(cache, kind) and not is_offloaded if traits.is_chain else is_convertible(cache)
-    if not is_usable:
+    # What a subclass or a patch does to new entries is unknown.
+    update = getattr(cache, "update", None)
+    is_patched = getattr(update, "__func__", update) is not getattr(kind, "update", None)
+    is_own = is_usable and (is_patched or any("update" in vars(layer) for layer in layers))
+    if is_own or not is_usable:
+        what = " and offloading" * is_offloaded + " and an `update` of its own" * is_own
         made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}(...)"
         raise Unsupported(
             f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
-            f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}"
-            f"{' and offloading' if is_offloaded else ''}. Pass `{traits.cache_argument}={made}`, or none; for fixed "
-            f"shapes set `cache_implementation='static'` instead of passing a cache."
+            f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "
+            f"`{traits.cache_argument}={made}`, or none; for fixed shapes set `cache_implementation='static'` instead "
+            f"of passing a cache."
         )
     if unknown := sorted({type(layer).__name__ for layer in layers if not can_roll_back(layer)}):
         raise Unsupported(

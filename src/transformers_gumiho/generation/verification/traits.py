@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ...commands import UserValueError
-from ...internals import cache_argument, forward_parameters, is_stateful, keeps_dynamic_cache
+from ...internals import cache_argument, foreign_code, forward_parameters, is_stateful, keeps_dynamic_cache
 from .attention_kind import AttentionKind, attention_kind
 from .target_states import find_decoder
 from .trial import follows_tree_masks
@@ -41,6 +41,8 @@ class TargetTraits:
             their own, or `list`. `None` for a target without a cache.
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
+        foreign: Code of other packages in its passes: an attention function that a user registered, or the
+            [`foreign_code`]. A trial of a few tokens says whether it verifies drafts.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
@@ -52,6 +54,7 @@ class TargetTraits:
     cache_argument: str
     cache_class: type | None
     unused_outputs: dict[str, bool]
+    foreign: frozenset[Any]
     tree_obstacle: str | None
 
     @classmethod
@@ -70,12 +73,15 @@ class TargetTraits:
             cache_argument=cache_argument(target),
             cache_class=_cache_class(target),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in forward_parameters(target)},
+            foreign=foreign_code(target) | ({attention.registered} - {None}),
             tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
         )
-        if attention.registered is None or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
+        if not traits.foreign or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
             return traits
-        obstacle = f"has the attention {attention.name!r}, which a user registered and which follows no tree mask"
-        return replace(traits, tree_obstacle=obstacle)
+        whose = "code that is not transformers' own"
+        if attention.registered is not None:
+            whose = f"the attention {attention.name!r}, which a user registered"
+        return replace(traits, tree_obstacle=f"has {whose}, and which follows no tree mask")
 
     @property
     def is_chain(self) -> bool:

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from ...commands import UserError, UserValueError
 from ...internals import computing_in_float32, weights_version
 from .placement import input_device
 from .tree_cache import TreeCache
@@ -34,7 +35,6 @@ class Verdict(NamedTuple):
     difference: float
     tolerance: float
     weights: Any  # those that were measured
-    attention: Any  # the attention function that a user has registered, if any: kept, so that its id stays its own
 
     @property
     def is_right(self) -> bool:
@@ -51,23 +51,22 @@ _recording = threading.Lock()
 
 def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[[], float]) -> Verdict:
     """
-    Returns the verdict of a trial by name `what`, which runs once for a target with this config, attention and dtype
-    on this device. One that the target failed is repeated when its weights have changed. `traits` are its
+    Returns the verdict of a trial by name `what`, which runs once for a target with this config, code and dtype on
+    this device. One that the target failed is repeated when its weights have changed. `traits` are its
     [`TargetTraits`]; `measure` returns the relative error.
     """
-    attention = traits.attention.registered
     key = (
         what,
         type(target),
         target.config.to_json_string(),
-        (traits.attention.name, id(attention)),
+        (traits.attention.name, traits.foreign),
         (target.dtype, input_device(target), target.use_kernels),
     )
     known = _measured.get(target.get_input_embeddings(), {}).get(key)
     if known is not None and (known.is_right or known.weights == weights_version(target)):
         return known
     with _evaluating(target):
-        verdict = Verdict(*_measure(target, measure), weights_version(target), attention)
+        verdict = Verdict(*_measure(target, measure), weights_version(target))
     with _recording:
         verdicts = _measured.setdefault(target.get_input_embeddings(), {})
         while len(verdicts) >= MAX_MEASURED:
@@ -106,15 +105,15 @@ def _measure(target: PreTrainedModel, measure: Callable[[], float]) -> tuple[flo
 
 def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
     """
-    Whether a target whose attention function a user has registered computes the nodes of a draft tree as single tokens
-    after their paths. Such a function may ignore the mask, or count distances by cache slots.
+    Whether a target that runs code of other packages computes the nodes of a draft tree as single tokens after their
+    paths. Such code may ignore the mask, or count distances by cache slots.
     """
     try:
         return tried(target, traits, "a tree", lambda: _measure_tree(target, traits)).is_right
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
     except Exception:
-        # Whatever the function raises for a mask that it does not take. As a chain the target is tried again.
+        # Whatever the code raises for a mask that it does not take. As a chain the target is tried again.
         return False
 
 
@@ -165,6 +164,7 @@ class Trial:
         self.target, self.traits, self.tokens, self.mask = target, traits, tokens, mask
         self.cache = traits.make_cache()
         outputs = self._outputs(tokens[:, :NUM_PROMPT_TOKENS])
+        check_is_written(traits, self.cache)
         if self.cache is None:
             self.cache = outputs[traits.cache_argument]
 
@@ -195,6 +195,16 @@ class Trial:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = tokens.shape[1]
         return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
+
+
+def check_is_written(traits: Any, cache: Any, num_before: int = 0) -> None:
+    """Raises `ValueError` for a cache that counts its tokens and has no more of them than before the prompt."""
+    if isinstance(cache, DynamicCache) and not traits.is_chain and cache.get_seq_length() <= num_before:
+        raise UserValueError(
+            f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
+            f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
+            f"`assistant_model`."
+        )
 
 
 def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:
