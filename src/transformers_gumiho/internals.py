@@ -105,6 +105,8 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
 
 # Packages whose code computes the same for several tokens in one pass as for one after the other.
 _KNOWN_PACKAGES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
+# Functions that layers of a model's file call by these names.
+_CALLED_IN_FILES = ("eager_attention_forward", "create_causal_mask", "create_sliding_window_causal_mask")
 
 
 def own_step_of_decoding(target: PreTrainedModel) -> str | None:
@@ -121,8 +123,9 @@ def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
     depend on masks, each by its id and code: a reference to it could keep the target alive.
     """
     kinds, own = set(map(type, target.modules())), (vars(module).get("forward") for module in target.modules())
-    found = {*own, *(kind.forward for kind in kinds), *map(eager_attention, kinds)} - {None}
-    functions = (getattr(found, "__func__", found) for found in (*found, target.prepare_inputs_for_generation))
+    of_files = (getattr(attention_file(kind), name, None) for kind in kinds for name in _CALLED_IN_FILES)
+    found = {*own, *(kind.forward for kind in kinds), *of_files, target.prepare_inputs_for_generation} - {None}
+    functions = (getattr(function, "__func__", function) for function in found)
     foreign = filter(_takes_masks, filter(_is_foreign, functions))
     return frozenset((id(function), getattr(function, "__code__", None)) for function in foreign)
 

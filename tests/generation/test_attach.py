@@ -471,6 +471,7 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     for positional, message in (
         ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
         ((DEMO_TARGET, DEMO_TARGET), "is not a Gumiho drafter"),
+        ((DEMO_TARGET.parent / "gumiho", DEMO_TARGET.parent / "gumiho"), "is a drafter, not a target"),
         ((DEMO_TARGET, "no/drafter"), "No drafter can be read from 'no/drafter'"),
         (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is not a folder and cannot be"),
     ):
@@ -492,9 +493,12 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path, capsys: py
     (tmp_path / "target" / "model.safetensors").unlink()
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_TARGET), lora).save_pretrained(tmp_path / "adapter")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "damaged")
+    (tmp_path / "damaged" / "adapter_config.json").write_text("{")
     for target, message in (
         (tmp_path / "target", "holds no weights"),
         (tmp_path / "adapter", "is an adapter, which is loaded from"),
+        (tmp_path / "damaged", "is an adapter, which is loaded from the folder of its base model. Save"),
     ):
         refuse(message, "attach", target, drafter, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()

@@ -216,6 +216,18 @@ def test_code_that_is_not_registered_is_tried(
     check_text(target, is_chain, one_row=function is distant)
 
 
+def test_a_mask_function_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that no config names: passes over trees would see what is before it."""
+    plain = modeling_llama.create_causal_mask
+
+    def windowed(config: Any, inputs_embeds: Any, **kwargs: Any) -> Any:
+        mask = plain(config, inputs_embeds, **kwargs, or_mask_function=lambda *args: args[0] < 0)
+        return mask.logical_and(torch.ones_like(mask).triu(mask.shape[3] - mask.shape[2] - 3))
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", windowed)
+    check_text(make_target(), is_chain=True)
+
+
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
     """One layer has another function than the others."""
     register("clipped", clipped, sdpa_mask)

@@ -595,9 +595,12 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     [
         ("generate", ["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
         ("generate", ["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
-        ("generate", ["--temperature", "-1"], "--temperature must not be negative, got -1.0"),
+        ("generate", ["--temperature", "-1"], "--temperature must be 0 (greedy) or a positive number, got -1.0"),
+        ("generate", ["--temperature", "nan"], "--temperature must be 0 (greedy) or a positive number, got nan"),
         ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
+        ("generate", ["--dtype", "float8_e4m3fn"], "There is no precision 'float8_e4m3fn'"),
         ("generate", ["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
+        ("generate", ["--device_map", "meta"], "There is no device 'meta' here"),
         ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
         ("generate", ["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),

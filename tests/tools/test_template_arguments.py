@@ -25,6 +25,11 @@ def template(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_template_that_cannot_be_rendered_is_reported_in_one_line(template: Path) -> None:
+    template.write_text("{{ messages")
+    refuse("The chat template cannot be rendered: ", "generate", *PAIR, "--prompt", "a", "--chat_template", template)
+
+
 @pytest.mark.parametrize("command", ["generate", "show", "tune", "benchmark"])
 def test_commands_give_the_template_its_arguments(
     command: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import small_config
+from training_data import DEMO_TARGET
 
 from transformers_gumiho import GumihoModel
+from transformers_gumiho.commands import UserError
+from transformers_gumiho.generation.attach import is_drafter
+from transformers_gumiho.tools.pairs.arguments import TargetArguments
+from transformers_gumiho.tools.pairs.loading import load_target
 
 
 WAY_OUT = ".*Delete it, and download it again"
@@ -32,6 +37,17 @@ def test_damaged_weights(folder: Path, num_bytes: int) -> None:
     weights.write_bytes(weights.read_bytes()[:num_bytes])
     with pytest.raises(OSError, match=rf"`model\.safetensors` of '{folder}' is damaged: .*header{WAY_OUT}"):
         GumihoModel.from_pretrained(folder)
+
+
+def test_damaged_files_of_what_commands_name(folder: Path, tmp_path: Path) -> None:
+    """Of a target, whose weights transformers reads, and of a drafter that is only looked at."""
+    shutil.copytree(DEMO_TARGET, tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"`model\.safetensors` of '.*/target' is damaged: .*header"):
+        load_target(TargetArguments(target=str(tmp_path / "target")))
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"No drafter can be read from .* is damaged: it holds no JSON object"):
+        is_drafter(folder)
 
 
 def test_damaged_shard(folder: Path) -> None:

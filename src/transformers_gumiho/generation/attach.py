@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..commands import UserValueError
 from ..internals import named_arguments, prepared_request
-from ..model.loading import find_packaged_folder, is_of_drafter
+from ..model.loading import damaged_json_named, find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from .verification.continuation import check_multi_token_decode
@@ -250,12 +250,13 @@ def is_drafter(name: str | os.PathLike) -> bool:
     if find_packaged_folder(str(name)):
         return True
     try:
-        config, _ = PreTrainedConfig.get_config_dict(str(name))
+        with damaged_json_named("config.json", name):
+            config, _ = PreTrainedConfig.get_config_dict(str(name))
+            return is_of_drafter(config, name)
     except OSError as error:
         raise UserValueError(
             f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
         ) from error
-    return is_of_drafter(config, name)
 
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:

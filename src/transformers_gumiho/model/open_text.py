@@ -62,7 +62,7 @@ def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) 
 def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
     """
     Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
-    answers are joined.
+    answers are joined. Raises `ValueError` for a template that cannot be rendered.
     """
     if not tokenizer.chat_template:
         text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
@@ -72,4 +72,11 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    except Exception as error:
+        if not type(error).__module__.startswith("jinja2"):  # which only templates need
+            raise
+        raise UserValueError(
+            f"The chat template cannot be rendered: {error}. Repair it, or give another one with --chat_template."
+        ) from error

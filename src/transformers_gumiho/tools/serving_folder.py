@@ -54,8 +54,8 @@ def write_served_target(args: AttachArguments) -> str:
         A sentence about what was done.
 
     Raises:
-        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter, has no
-            weights, has a `custom_generate`, or has no tokenizer to record with.
+        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter or a
+            drafter, has no weights, has a `custom_generate`, or has no tokenizer to record with.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -102,6 +102,8 @@ def _check_source(target: str, source: Path, weights: list[Path]) -> None:
             f"{target!r} is an adapter, which is loaded from the folder of its base model{base}. Save a merged model "
             f"with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
         )
+    if (source / "config.json").exists() and is_drafter(source):
+        raise UserValueError(f"{target!r} is a drafter, not a target. Give the model that it was trained for.")
     if (source / _CODE).exists():
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
     if not weights:

@@ -141,9 +141,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
         num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
         target, memory = session.model, session.memory
-        head, token_ids = head_for_drafting(
-            target, assistant_model, settings.draft_vocabulary, device, dtype, memory is not None
-        )
+        head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
         is_own = assistant_model.config.is_eagle3
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
         break_even = settings.break_even

@@ -57,7 +57,7 @@ class DraftTransitions:
             weights = [parameter for head in heads for parameter in head.parameters()]
             weights = [embedding, *weights, *head_module.parameters()]
             key = (num_heads, token_ids)
-            tables = kept("transitions", (model, head_module), weights, key, make, memory is not None)
+            tables = kept("transitions", (model, head_module), weights, key, make)
         else:
             tables = make() if memory is None else [memory.copy(table) for table in make()]
         self.above, self.below = tables

@@ -35,7 +35,6 @@ def kept(
     weights: Sequence[torch.Tensor],
     key: tuple[Any, ...],
     make: Callable[[], Sequence[torch.Tensor]],
-    has_static_addresses: bool = False,
 ) -> Sequence[torch.Tensor]:
     """
     Returns the tensors that `make()` returns, or the same ones as the last call of this name, if it had the same key
@@ -46,8 +45,7 @@ def kept(
         owners: The modules that the weights belong to. The tensors are freed with either.
         weights: What the tensors are computed from.
         key: What they depend on beside the weights. Tensors in it are compared by identity.
-        make: Computes the tensors.
-        has_static_addresses: Whether captured graphs read the tensors.
+        make: Computes the tensors. Captured graphs may read them where they are.
     """
     of_first = _kept.setdefault(owners[0], WeakKeyDictionary())
     of_both = of_first.setdefault(owners[1], {})
@@ -58,8 +56,8 @@ def kept(
     if known is None or not is_known or not torch.equal(sample, known.sample):
         of_both.pop(name, None)  # before the new ones take memory
         known = of_both[name] = _Kept(key, versions, sample, make())
-    for tensor in known.tensors if has_static_addresses else ():
-        mark_static_address(tensor)
+        for tensor in known.tensors:
+            mark_static_address(tensor)
     return known.tensors
 
 

@@ -16,7 +16,6 @@ from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
-from .trial import check_is_written
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.
@@ -176,6 +175,6 @@ def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, nu
     if traits.is_chain:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
-    check_is_written(traits, cache, num_before)
+    traits.check_is_written(cache, num_before)
     length: int = cache.get_seq_length()
     return length

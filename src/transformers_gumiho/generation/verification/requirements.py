@@ -15,6 +15,7 @@ from ...model.target_shape import state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
+from .cycle_shapes import with_eager_decoder
 from .placement import input_device
 from .prompt import prompt_positions
 from .target_states import find_layers
@@ -142,7 +143,7 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
             f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
         )
-    traits = TargetTraits.of(target)
+    traits = TargetTraits.of(with_eager_decoder(target, None))  # a trial must not compile anything
     attention = traits.attention
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
     if attention.refusal and not (traits.is_chain and attention.registered is None):

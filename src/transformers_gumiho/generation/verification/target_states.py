@@ -219,24 +219,21 @@ def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
     return keep_layer
 
 
-def output_head(
-    target: PreTrainedModel, token_ids: torch.Tensor | None = None, has_static_addresses: bool = False
-) -> LogitsFunction:
+def output_head(target: PreTrainedModel, token_ids: torch.Tensor | None = None) -> LogitsFunction:
     """
     Returns the function from the target's states `(..., H)`, as a [`FeatureReader`] returns them, to its logits
     `(..., V)`: its output projection, and the scaling and capping that some decoders apply. With `token_ids` `(K,)` it
     computes the logits `(..., K)` of these tokens alone; see [`cut_head`].
     """
-    return scaled_head(cut_head(target.get_output_embeddings(), token_ids, has_static_addresses), target.config)
+    return scaled_head(cut_head(target.get_output_embeddings(), token_ids), target.config)
 
 
-def cut_head(head: Any, token_ids: torch.Tensor | None, has_static_addresses: bool = False) -> LogitsFunction:
+def cut_head(head: Any, token_ids: torch.Tensor | None) -> LogitsFunction:
     """
     Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`, or of all.
 
     A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
     same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
-    `has_static_addresses`: captured graphs read the cut head.
     """
     read = _in_its_dtype(head)
     if not is_plain_linear(head):
@@ -250,7 +247,7 @@ def cut_head(head: Any, token_ids: torch.Tensor | None, has_static_addresses: bo
         def cut() -> list[torch.Tensor]:
             return [parameter.index_select(0, rows) for parameter in whole]
 
-        weight, *bias = kept("cut head", (head, head), whole, (token_ids,), cut, has_static_addresses)
+        weight, *bias = kept("cut head", (head, head), whole, (token_ids,), cut)
 
         def read_rows(features: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(features.to(weight.dtype), weight, *bias)
@@ -271,7 +268,6 @@ def head_for_drafting(
     draft_vocabulary: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
-    has_static_addresses: bool = False,
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """
     Returns the function from the states `(..., H)` that a drafter predicts, on any device, to the logits of the tokens
@@ -282,17 +278,17 @@ def head_for_drafting(
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
     if drafter.config.is_eagle3:
-        return _own_head(drafter, draft_vocabulary, has_static_addresses)
+        return _own_head(drafter, draft_vocabulary)
     token_ids = None
     if draft_vocabulary is not None:
         owners, ids = (target.get_output_embeddings(),) * 2, list(draft_vocabulary)
         (token_ids,) = kept("draft vocabulary", owners, (), (ids, device), lambda: [torch.tensor(ids, device=device)])
-    head = output_head(target, token_ids, has_static_addresses)
+    head = output_head(target, token_ids)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
 
 def _own_head(
-    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None, has_static_addresses: bool
+    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None
 ) -> tuple[LogitsFunction, torch.Tensor | None]:
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
@@ -318,7 +314,7 @@ def _own_head(
 
     mapped = () if own is None else (drafter.d2t,)
     token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
-    return cut_head(head, rows, has_static_addresses), token_ids
+    return cut_head(head, rows), token_ids
 
 
 def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:

@@ -95,6 +95,15 @@ class TargetTraits:
             return DynamicCache(config=self.config)
         return own() if _is_derived(own) else None
 
+    def check_is_written(self, cache: Any, num_before: int = 0) -> None:
+        """Raises `ValueError` for a tree's cache that holds no more tokens than before the prompt."""
+        if not self.is_chain and cache.get_seq_length() <= num_before:
+            raise UserValueError(
+                f"{self.name} added nothing to the cache in its argument `{self.cache_argument}`, the name that this "
+                f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
+                f"`assistant_model`."
+            )
+
 
 def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_kinds: set[str]) -> str | None:
     unsupported = sorted(attention_kinds - TREE_ATTENTION)

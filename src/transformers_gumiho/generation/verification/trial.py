@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...commands import UserError, UserValueError
+from ...commands import UserError
 from ...internals import computing_in_float32, weights_version
 from .placement import input_device
 from .tree_cache import TreeCache
@@ -164,7 +164,7 @@ class Trial:
         self.target, self.traits, self.tokens, self.mask = target, traits, tokens, mask
         self.cache = traits.make_cache()
         outputs = self._outputs(tokens[:, :NUM_PROMPT_TOKENS])
-        check_is_written(traits, self.cache)
+        traits.check_is_written(self.cache)
         if self.cache is None:
             self.cache = outputs[traits.cache_argument]
 
@@ -195,16 +195,6 @@ class Trial:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = tokens.shape[1]
         return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
-
-
-def check_is_written(traits: Any, cache: Any, num_before: int = 0) -> None:
-    """Raises `ValueError` for a cache that counts its tokens and has no more of them than before the prompt."""
-    if isinstance(cache, DynamicCache) and not traits.is_chain and cache.get_seq_length() <= num_before:
-        raise UserValueError(
-            f"{traits.name} added nothing to the cache in its argument `{traits.cache_argument}`, the name that this "
-            f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
-            f"`assistant_model`."
-        )
 
 
 def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:

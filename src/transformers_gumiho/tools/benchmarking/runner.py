@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,9 +75,10 @@ def run_benchmark(
     """
     if not modes or modes[0].name != PLAIN.name:
         raise UserValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
-    if min(temperatures) < 0 or min(*batch_sizes, max_new_tokens) < 1:
+    are_temperatures = all(0 <= temperature < math.inf for temperature in temperatures)
+    if not are_temperatures or min(*batch_sizes, max_new_tokens) < 1:
         raise UserValueError(
-            f"`temperatures` must not be negative, and `batch_sizes` and `max_new_tokens` must be at least 1, got "
+            f"`temperatures` must be 0 or positive, and `batch_sizes` and `max_new_tokens` must be at least 1, got "
             f"{tuple(temperatures)}, {tuple(batch_sizes)} and {max_new_tokens}."
         )
     groups = defaultdict(list)

@@ -1,5 +1,6 @@
 """Loading the models that a command's options name."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
+from ...model.loading import damaged_weights_named
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import load_tokenizer
 from .arguments import DraftingArguments, PairArguments, TargetArguments
@@ -73,16 +75,15 @@ def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedToken
     args = TargetArguments.resolved(args)
     name, dtype, device_map = str(args.target), args.dtype, args.device_map
     _check_folder(name)
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
-    if device_map is not None and device_map.startswith("cuda") and not torch.cuda.is_available():
-        raise UserValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
-    place: Any = device_map
-    if place is None:
-        place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    with suppress(RuntimeError):  # a word such as 'auto' is no device
+        if torch.device(device_map or here).type not in ("cpu", here.type):
+            raise UserValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
     tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
-    with as_user_errors():
-        target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=place)
+    with as_user_errors(), damaged_weights_named(name, {}):
+        target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map or here)
     if isinstance(target, GumihoModel):
         raise UserValueError(
             f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."

@@ -1,5 +1,6 @@
 """The options of `gumiho generate`, `gumiho show` and `gumiho demo`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +29,8 @@ class GenerateArguments(TerminalArguments):
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserValueError(f"--temperature must not be negative, got {self.temperature}. 0 is greedy.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserValueError(f"--temperature must be 0 (greedy) or a positive number, got {self.temperature}.")
         if self.max_new_tokens < 1:
             raise UserValueError(f"--max_new_tokens must be at least 1, got {self.max_new_tokens}.")
 

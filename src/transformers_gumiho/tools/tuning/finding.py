@@ -37,6 +37,13 @@ class TuningArguments(PairArguments):
     temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0)
     tune_vocabulary: bool = option("Also choose the tokens that may be drafted.", True)
 
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserValueError(f"--temperature must be 0 (greedy) or a positive number, got {self.temperature}.")
+
 
 def find_settings(
     runner: Runner, drafter: GumihoModel, trees: Sequence[Tree], prompts: Prompts, args: TuningArguments
