@@ -122,7 +122,8 @@ def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
     Returns the functions of other packages (subclasses, patches, remote code) that run in a target's passes and may
     depend on masks, each by its id and code: a reference to it could keep the target alive.
     """
-    kinds, own = set(map(type, target.modules())), (vars(module).get("forward") for module in target.modules())
+    kinds: set[Any] = set(map(type, target.modules()))
+    own = (vars(module).get("forward") for module in target.modules())
     of_files = (getattr(attention_file(kind), name, None) for kind in kinds for name in _CALLED_IN_FILES)
     found = {*own, *(kind.forward for kind in kinds), *of_files, target.prepare_inputs_for_generation} - {None}
     functions = (getattr(function, "__func__", function) for function in found)
