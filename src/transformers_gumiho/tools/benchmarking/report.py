@@ -38,8 +38,6 @@ def _comparisons(rows: Sequence[SummaryRow]) -> list[str]:
             for mode, of in found
         )
         lines += ["", f"Speed against {baseline} on the same prompts (median, its 95% interval): {ratios}."]
-    if num_compiled := sum(row.num_compiled for row in rows):
-        lines += ["", f"Graphs compiled after warm-up, all modes together: {num_compiled}."]
     return lines
 
 
