@@ -247,7 +247,5 @@ def main() -> int:
     return 1 if broken else 0
 
 
-__all__ = ["DIGESTS", "HOOKS", "TESTED_RELEASES", "Hook", "caution", "digest", "read_hooks", "read_version", "refusal"]
-
 if __name__ == "__main__":
     sys.exit(main())

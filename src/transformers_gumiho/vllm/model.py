@@ -242,6 +242,3 @@ def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
             f"The `method` of this Gumiho drafter has to be {needed!r}, got {method!r}: it reads {reads}. Pass "
             f'`--speculative-config \'{{"method": "{needed}", ...}}\'`.'
         )
-
-
-__all__ = ["GumihoForCausalLM"]
