@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from commands import gumiho, refuse
-from drafting_oracle import score_of_path
+from drafting_oracle import scores_of_paths
 from targets import make_drafter, make_prompts, make_target
 from tokenizers import Tokenizer, decoders, models
 from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
@@ -479,7 +479,7 @@ def test_shown_probabilities_are_those_of_forward_passes() -> None:
                 path.append(cycle.tokens[above])
                 above = cycle.parents[above]
             with torch.no_grad():
-                score = score_of_path(target, drafter, text[:, :stop], tuple(reversed(path)))
+                score = scores_of_paths(target, drafter, text[:, :stop], torch.tensor([path[::-1]]))
             probabilities[node] = math.exp(score)
             assert cycle.path_probability(node) == pytest.approx(probabilities[node], rel=1e-3)
             of_token = probabilities[node] / probabilities[cycle.parents[node]]

@@ -138,8 +138,9 @@ def test_private_names_that_classes_override_are_listed() -> None:
 
 
 def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
-    """Of all classes and functions that other models run."""
+    """Of all classes and functions that other models run. Nothing of vLLM is imported."""
     script = """
+import sys
 import transformers
 from transformers import AttentionInterface, LlamaForCausalLM, LlamaModel
 from transformers.generation import GenerationMixin
@@ -155,6 +156,7 @@ before = state()
 import transformers_gumiho
 after = state()
 print(*sorted(".".join(name) for name in before | after if before.get(name) is not after.get(name)))
+print(*(name for name in sys.modules if "vllm" in name))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
