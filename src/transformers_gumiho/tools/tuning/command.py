@@ -58,8 +58,8 @@ def tune(args: TuningArguments) -> TuningResult:
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
     own = own_settings(drafter, min(args.batch_sizes, default=1))
-    vocabulary = "all" if own.draft_vocabulary is None else "own"
-    tree = Tree(own.num_assistant_tokens, own.branching_factor, own.tree_depth, own.draft_temperature, vocabulary)
+    shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
+    tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
     trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)
     runner = Runner(target, tokenizer.pad_token_id, args.max_new_tokens)
     try:
