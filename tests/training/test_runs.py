@@ -80,6 +80,7 @@ def assert_same_drafter(first: Path, second: Path) -> None:
         (["--max_new_tokens", 13], "max_new_tokens (12, now 13). Give these values again, or begin anew with"),
         (["--num_rows", 30], "data ("),
         (["--cache_features", "false"], "cache_features (true, now false)"),
+        (["--dataloader_drop_last"], "dataloader_drop_last (False, now True)"),
     ],
 )  # fmt: skip
 def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: list[object], message: str) -> None:
@@ -168,6 +169,43 @@ def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
             gumiho(*run)
     gumiho(*run)
     assert_same_drafter(whole, tmp_path / "stopped")
+
+
+def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "both")
+    gumiho(*command(folder, str(tmp_path / "both"), *UP_TO_TRAINING, "--recipe", "published", "--packing", "false"))
+    assert weights_of(tmp_path / "both").keys() != weights_of(whole).keys()
+    gumiho(*command(folder, str(tmp_path / "both"), *UP_TO_TRAINING))
+    assert_same_drafter(tmp_path / "both", whole)
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_folder_that_was_moved_goes_on_to_the_same_drafter(
+    folder: Path, is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the best checkpoint is one from before, and where all steps were taken and no result was kept."""
+    # A rate at which the drafter gets worse in each step.
+    words = ["--recipe", "published", "--learning_rate", 5, "--max_grad_norm", 100, "--warmup_steps", 0]
+    words = [*UP_TO_TRAINING, *words, "--save_steps", 1, "--eval_steps", 1]
+    gumiho(*command(folder, str(tmp_path / "whole"), *words))
+    state = json.loads((tmp_path / "whole/work/published/trainer_state.json").read_text())
+    assert not state["best_model_checkpoint"].endswith(("checkpoint-3", "checkpoint-4"))
+    owner, name = (GumihoTrainer, "save_model") if is_saved else (GumihoTrainer, "training_step")
+    real, calls = getattr(owner, name), []
+
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 3 if not is_saved else not args:
+            raise KeyboardInterrupt
+        return real(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*command(folder, str(tmp_path / "stopped"), *words))
+    shutil.move(tmp_path / "stopped", tmp_path / "moved")
+    gumiho(*command(folder, str(tmp_path / "moved"), *words))
+    assert_same_drafter(tmp_path / "moved", tmp_path / "whole")
 
 
 def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path, whole: Path) -> None:

@@ -107,6 +107,7 @@ def test_training_reads_the_tokens_that_the_target_wrote(tmp_path: Path, templat
     rows: list[dict[str, Any]] = [{"messages": MESSAGES[index % 2 :]} for index in range(6)]
     if template is None:
         rows = [{"prompt": f"import {name}", "completion": "x"} for name in ("os", "re", "sys", "abc")]
+        rows.append({"text": "名前" * 20})  # whose prompt ends within a character
     lines = regenerate(
         rows, target, tmp_path / "a.jsonl", tokenizer=tokenizer, max_new_tokens=12, max_length=400,
         sampling=ALL_SAMPLED, batch_size=3,

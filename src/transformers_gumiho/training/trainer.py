@@ -20,7 +20,7 @@ from ..internals import drive_one_device
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
+from .checkpoints import ContinueHere, last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
@@ -127,7 +127,7 @@ class GumihoTrainer(Trainer):
             drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self.add_callback(ScheduleOfThisRun())
+        self.add_callback(ContinueHere())
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training

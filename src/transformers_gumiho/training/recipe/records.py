@@ -23,7 +23,8 @@ _CONTENTS = {
 # Training arguments that cannot change the drafter: logging, saving, evaluating, loading, the Hub, devices. What is
 # not named here is recorded, so that an option of a later release is not ignored.
 _NO_PART = re.compile(
-    r"(log|logging|save|eval|dataloader|hub|ddp|fsdp|deepspeed|torch_compile|torchdynamo|trackio|include|do)(_.*)?"
+    r"(log|logging|save|eval|hub|ddp|fsdp|deepspeed|torch_compile|torchdynamo|trackio|include|do)(_.*)?"
+    r"|dataloader_(?!drop_last).*"
     r"|output_dir|push_to_hub.*|report_to|run_name|project|disable_tqdm|use_cpu|local_rank|accelerator_config"
     r"|parallelism_config|per_device.*|gradient_accumulation_steps|gradient_checkpointing.*|max_steps"
     r"|num_train_epochs|resume_from_checkpoint|load_best_model_at_end|metric_for_best_model|greater_is_better"

@@ -313,6 +313,7 @@ class Run:
         self.release_target()
         contents = {
             "drafter": checkpoint_fingerprint(self.folder),
+            "num_measured_prompts": num_prompts,
             "prompts": file_fingerprint(self.prompt_file),
             "measured_new_tokens": args.measured_new_tokens,
             "target_dtype": args.target_dtype,

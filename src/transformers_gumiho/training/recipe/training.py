@@ -28,6 +28,7 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
+from ..checkpoints import best_here
 from ..data.conversations import read_row
 from ..data.preparation import held_out_numbers
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
@@ -90,7 +91,7 @@ class Training:
                 if is_main:
                     record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
-        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
+        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
         if trainer is None and whole.is_finished and whole.made_from == how:
             return
         # There is no trainer where the run was stopped after its last phase.
@@ -110,7 +111,8 @@ class Training:
         state = _state_in(checkpoint) if checkpoint else None
         if state is not None and _has_ended(state, training_args):
             # It was stopped before its result was kept.
-            trainer = self._trainer(phase, training_args, state.best_model_checkpoint or checkpoint, state)
+            best = best_here(state, training_args) or checkpoint
+            trainer = self._trainer(phase, training_args, best, state)
         else:
             trainer = self._trainer(phase, training_args, start)
             if checkpoint:

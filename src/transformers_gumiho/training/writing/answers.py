@@ -125,9 +125,9 @@ def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings:
         written["left_out"] = str(error)  # the turns from here on
     if example.text == "completion":
         written = {"prompt": history[0]["content"], "completion": text}
-    elif example.text:
-        begun = renderer.decode(prompt).removeprefix(renderer.tokenizer.bos_token or "")
-        written = {"text": begun + text}
+    elif example.text:  # decoded as one, as the prompt may end within a character
+        new = generation["answer_ids"][: -1 if generation["ended"] else None]
+        written = {"text": renderer.decode([*prompt, *new]).removeprefix(renderer.tokenizer.bos_token or "")}
     columns = {name: value for name, value in example.extras.items() if name in ("tools", "documents")}
     if others := {name: value for name, value in example.extras.items() if name not in columns}:
         columns["chat_template_kwargs"] = others

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
+from ...commands import UserValueError
 from ...files import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
 from .local import LocalEngine
 from .requests import Task
@@ -40,6 +41,7 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     file, is_main = RowFile(Path(path)), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
+            file.rows()  # a user's file is not touched
             check_begun_with(file.path, begun_with)
         file.collect()
         yield file
@@ -55,8 +57,14 @@ class RowFile:
         self.part = path.with_name(f"{path.name}.part{number}") if number else path
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the file in their order."""
-        found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+        """Returns the rows of the file in their order; raises `ValueError` where it holds something else."""
+        try:
+            found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserValueError(
+                f"{str(self.path)!r} holds a line that is damaged, or that this command did not write. Write into "
+                f"another file, or repair this one."
+            ) from error
         return [found[number] for number in sorted(found)]
 
     def write(
