@@ -125,7 +125,9 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if JSON_LINE not in row:
         return _without_none(row)
     try:
-        row = json.loads(row[JSON_LINE])
+        line, row = row[JSON_LINE], json.loads(row[JSON_LINE])
+        if "\\u" in line:  # an escape may be half a character, which no tokenizer reads
+            json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise MalformedRowError("is not JSON, or not UTF-8") from None
     if not isinstance(row, dict):

@@ -81,6 +81,7 @@ def assert_same_drafter(first: Path, second: Path) -> None:
         (["--num_rows", 30], "data ("),
         (["--cache_features", "false"], "cache_features (true, now false)"),
         (["--dataloader_drop_last"], "dataloader_drop_last (False, now True)"),
+        (["--metric_for_best_model", "eval_loss"], "metric_for_best_model (eval_expected_acceptance_length, now "),
     ],
 )  # fmt: skip
 def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: list[object], message: str) -> None:
@@ -179,28 +180,26 @@ def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path
     assert_same_drafter(tmp_path / "both", whole)
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("at_its_end", [False, True])
 def test_a_folder_that_was_moved_goes_on_to_the_same_drafter(
-    folder: Path, is_saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, at_its_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the best checkpoint is one from before, and where all steps were taken and no result was kept."""
-    # A rate at which the drafter gets worse in each step.
-    words = ["--recipe", "published", "--learning_rate", 5, "--max_grad_norm", 100, "--warmup_steps", 0]
-    words = [*UP_TO_TRAINING, *words, "--save_steps", 1, "--eval_steps", 1]
+    words = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
     gumiho(*command(folder, str(tmp_path / "whole"), *words))
     state = json.loads((tmp_path / "whole/work/published/trainer_state.json").read_text())
-    assert not state["best_model_checkpoint"].endswith(("checkpoint-3", "checkpoint-4"))
-    owner, name = (GumihoTrainer, "save_model") if is_saved else (GumihoTrainer, "training_step")
-    real, calls = getattr(owner, name), []
+    assert not state["best_model_checkpoint"].endswith("checkpoint-4")
+    name = "save_model" if at_its_end else "training_step"
+    real, calls = getattr(GumihoTrainer, name), []
 
     def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        if len(calls) > 3 if not is_saved else not args:
+        if not args if at_its_end else len(calls) > 3:
             raise KeyboardInterrupt
         return real(trainer, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, stop)
+        patch.setattr(GumihoTrainer, name, stop)
         with pytest.raises(SystemExit, match="130"):
             gumiho(*command(folder, str(tmp_path / "stopped"), *words))
     shutil.move(tmp_path / "stopped", tmp_path / "moved")
@@ -367,6 +366,15 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
     refuse("has the part 'gpu'. Its parts are everywhere, accelerator, cpu", *run)
+    for text in ("- num_rows", "cpu: 7", "cpu:\n- num_rows: 7\n"):
+        file.write_text(text)
+        refuse("has no parts with options. Its parts are everywhere, accelerator, cpu", *run)
+    as_yaml = "{num_rows: 4, cache_features: false, stages: train, chat_template_kwargs: {quick: true}}"
+    file.write_text(f"cpu: {as_yaml}")
+    gumiho(*run)
+    output = capsys.readouterr().out
+    assert "4 rows of data" in output
+    assert "features " not in output
 
 
 def test_what_is_given_decides_the_other_defaults(

@@ -30,6 +30,7 @@ from transformers_gumiho.training import (
     load_conversations,
     prepare_dataset,
 )
+from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
 
@@ -127,6 +128,7 @@ def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig)
 BROKEN = {
     "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
+    '{"text": "half of \\ud83d"}': "is not JSON, or not UTF-8",
     '{"messages": "hello"}': "its conversation is not a list",
     '{"messages": []}': "its conversation is not a list",
     '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
@@ -146,7 +148,7 @@ BROKEN = {
     '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "its `chat_template_kwargs` are no object",
     '{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}': "its `tool_calls` are no list of objects",
     '{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}': "a tool call has no function",
-    '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `generations`",
+    '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `generati",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}, '
     '{"role": "assistant", "content": "z"}]}': "the chat template refuses it: roles must alternate",
 }
@@ -216,7 +218,7 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
     cached = load_dataset("parquet", data_files=str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "cache"))
     names = [Path(cached["train"].cache_files[0]["filename"]).parent]
-    names += "data.parquet data.jsonl data.json folder data.csv DATA.JSONL data.jsonl.gz".split()
+    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL", "data.jsonl.gz"]
     results = [
         list(prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=256)[0])
         for name in names
@@ -466,7 +468,7 @@ def test_packed_rows_and_others_share_a_batch() -> None:
     for rows in ([packed, alone], [alone, packed]):
         batch = GumihoDataCollator()(rows)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
-        everything = GumihoDataCollator(assistant_only_loss=False)(rows)
+        everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 
 

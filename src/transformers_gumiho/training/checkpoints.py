@@ -5,29 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 
-class ContinueHere(TrainerCallback):
-    """
-    Lets a training that continues begin with the learning rate of its own schedule, which may be a longer one, and
-    find its best checkpoint where the folder was moved.
-    """
+class ScheduleOfThisRun(TrainerCallback):
+    """Lets a training that continues begin with the learning rate of its own schedule, which may be a longer one."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Computes the rate again, in place of the checkpoint's."""
-        state.best_model_checkpoint = best_here(state, args)
         scheduler = kwargs["lr_scheduler"]
         if state.global_step and isinstance(scheduler, LambdaLR):
             scheduler.last_epoch -= 1
             scheduler.step()
-
-
-def best_here(state: TrainerState, args: TrainingArguments) -> str | None:
-    """Returns the best checkpoint of a state, also where the folder was moved since."""
-    here = Path(args.output_dir) / Path(state.best_model_checkpoint or "missing").name
-    return str(here) if here.is_dir() else state.best_model_checkpoint
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:

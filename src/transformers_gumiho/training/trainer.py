@@ -1,11 +1,11 @@
 """The `Trainer` of a drafter."""
 
-import copy
 import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from ..internals import drive_one_device
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import ContinueHere, last_complete_checkpoint
-from .collator import GumihoDataCollator
+from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
+from .collator import GumihoDataCollator, collate_all
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
@@ -127,7 +127,7 @@ class GumihoTrainer(Trainer):
             drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self.add_callback(ContinueHere())
+        self.add_callback(ScheduleOfThisRun())
         self.target_features.to(args.device)
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
@@ -149,10 +149,7 @@ class GumihoTrainer(Trainer):
             self.data_collator = collator
 
     def _training_collator(self) -> Any:
-        collator = copy.copy(self.data_collator)
-        if not self.args.assistant_only_loss:
-            collator.assistant_only_loss = False
-        return collator
+        return self.data_collator if self.args.assistant_only_loss else partial(collate_all, self.data_collator)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset

@@ -17,6 +17,7 @@ _ROLES |= dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _CONVERSATION = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")
+_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _FORMS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
@@ -90,6 +91,16 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     if not example.turns:
         raise MalformedRowError("the assistant says nothing")
     return example
+
+
+def first_question(row: Mapping[str, Any]) -> str | None:
+    """Returns what a user says first in a row, or how its text begins; `None` where it cannot be used."""
+    try:
+        example = read_row(row, has_template=True, answered=False)
+    except MalformedRowError:
+        return None
+    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
 
 
 def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:

@@ -70,7 +70,10 @@ def training_contents(
     args: RecipeArguments, training_args: GumihoTrainingArguments, drafter_fields: Mapping[str, Any], start: str | None
 ) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
-    options = {name: value for name, value in training_args.to_dict().items() if not _NO_PART.fullmatch(name)}
+    values = training_args.to_dict()
+    options = {name: value for name, value in values.items() if not _NO_PART.fullmatch(name)}
+    if training_args.load_best_model_at_end:  # these choose the drafter
+        options |= {name: values[name] for name in ("metric_for_best_model", "greater_is_better")}
     return options | dict(drafter_fields) | {
         "rows_per_step": training_args.rows_per_step,
         "lora_rank": args.lora_rank,

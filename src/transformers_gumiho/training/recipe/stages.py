@@ -26,6 +26,7 @@ from .. import (
     prepare_dataset,
     write_feature_cache,
 )
+from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.preparation import split_rows
 from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
@@ -40,7 +41,6 @@ from .training import (
     online_data,
     prepared,
     prepared_held_out,
-    prompt_of,
     resolved,
     unsplit_models,
 )
@@ -202,7 +202,7 @@ class Run:
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
         max_length = row_length(args, self.target_config)
         if args.regenerate:
-            tokens = sum(len(tokenizer(prompt_of(row) or "")["input_ids"]) for row in sample) / len(sample)
+            tokens = sum(len(tokenizer(first_question(row) or "")["input_ids"]) for row in sample) / len(sample)
             return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
         encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
         lengths = row_lengths(encoded) or [0]
@@ -349,7 +349,7 @@ class Run:
 
     def _write_prompts(self) -> int:
         """Writes prompts of the rows that are held out into a file, and returns their number."""
-        prompts = [text for text in map(prompt_of, self._split()[1] or []) if text is not None]
+        prompts = [text for text in map(first_question, self._split()[1] or []) if text is not None]
         prompts = prompts[: self.args.num_measured_prompts]
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]

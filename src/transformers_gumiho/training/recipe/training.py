@@ -1,7 +1,7 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import MalformedRowError, Record
+from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
@@ -28,8 +28,7 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..checkpoints import best_here
-from ..data.conversations import read_row
+from ..data.conversations import first_question
 from ..data.preparation import held_out_numbers
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from .arguments import RecipeArguments
@@ -39,7 +38,6 @@ from .records import training_contents
 from .writing import row_length, say
 
 
-_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
 
 
@@ -111,8 +109,8 @@ class Training:
         state = _state_in(checkpoint) if checkpoint else None
         if state is not None and _has_ended(state, training_args):
             # It was stopped before its result was kept.
-            best = best_here(state, training_args) or checkpoint
-            trainer = self._trainer(phase, training_args, best, state)
+            best = Path(training_args.output_dir) / f"checkpoint-{state.best_global_step}"
+            trainer = self._trainer(phase, training_args, str(best) if best.is_dir() else checkpoint, state)
         else:
             trainer = self._trainer(phase, training_args, start)
             if checkpoint:
@@ -235,7 +233,7 @@ def online_data(
         train_rows, report = prepared(args, tokenizer, target_config, rows)
         eval_rows = prepared_held_out(args, tokenizer, target_config, held_out)
     say(f"training data: {report}")
-    texts = [text for text in map(prompt_of, held_out or []) if text is not None]
+    texts = [text for text in map(first_question, held_out or []) if text is not None]
     prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
     return {
         "train_dataset": train_rows,
@@ -264,16 +262,6 @@ def prepared_held_out(args: RecipeArguments, tokenizer: Any, target_config: Any,
         return None
     say(f"held-out rows: {report}")
     return dataset
-
-
-def prompt_of(row: Mapping[str, Any]) -> str | None:
-    """Returns what a user says first in a row, or how its text begins."""
-    try:
-        example = read_row(row, has_template=True, answered=False)
-    except MalformedRowError:
-        return None
-    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
 
 
 def _make_drafter(

@@ -162,6 +162,7 @@ class ServerEngine:
         if (sampling := request.sampling) is not None:
             how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed}
         settings |= how | {"model": self.fingerprint, "max_tokens": request.max_new_tokens}
+        cause: openai.APIError
         while True:
             with self._lock:
                 client = self._clients[0]
@@ -169,12 +170,13 @@ class ServerEngine:
             try:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
-                said, cause, is_down = f"({error.status_code}): {error.response.text[:200]}", error, error.status_code >= 500
+                cause, said = error, f"({error.status_code}): {error.response.text[:200]}"
                 if error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
-                failure = f"{error.request.url} refuses {said}"
+                failure, is_down = f"{error.request.url} refuses {said}", error.status_code >= 500
             except openai.APIConnectionError as error:
-                failure, cause, is_down = f"{error.request.url} does not answer: {error.__cause__ or error}", error, True
+                cause, is_down = error, True
+                failure = f"{error.request.url} does not answer: {error.__cause__ or error}"
             with self._lock:
                 if not is_down or [*self._clients] == [client]:
                     raise EndpointError(
