@@ -75,6 +75,7 @@ def assert_same_drafter(first: Path, second: Path) -> None:
         (["--per_device_train_batch_size", 4], "rows_per_step (2, now 4)"),
         (["--max_steps", 3], "max_steps (4, now 3)"),
         (["--transition_rank", 8], "transition_rank (64, now 8)"),
+        (["--num_parallel_heads", 2], "num_parallel_heads (5, now 2)"),
         (["--max_length", 300], "max_length (256, now 300)"),
         (["--features_dtype", "float32"], "dtype (bfloat16, now float32)"),
         (["--max_new_tokens", 13], "max_new_tokens (12, now 13). Give these values again, or begin anew with"),
@@ -99,6 +100,7 @@ def test_what_cannot_change_the_drafter_may_change(
     shutil.copytree(folder / "target", folder / "copy")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it loads the target"))
     words = ["--logging_steps", 3, "--eval_steps", 1, "--dataloader_num_workers", 1, "--save_total_limit", 3]
+    words += ["--num_parallel_heads", 5]  # as it is by default
     gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
     assert capsys.readouterr().out.count("finished before") == 4  # two stages, and two phases of the third
 

@@ -1,11 +1,12 @@
 """What the results of a run were made from: the options and contents that decide them, by stage and phase."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ...model.configuration_gumiho import GumihoConfig
 from .. import FeatureDataset, GumihoTrainingArguments
 from ..data.fingerprint import (
     checkpoint_fingerprint,
@@ -66,15 +67,21 @@ def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, A
     return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 
+def drafter_contents(config: GumihoConfig) -> dict[str, Any]:
+    """Returns what decides how a drafter is made, whether by an option, by a recipe or by default."""
+    names = ("num_serial_tokens", "num_parallel_heads", "transition_rank", "target_layer_ids")
+    return {name: getattr(config, name) for name in names}
+
+
 def training_contents(
-    args: RecipeArguments, training_args: GumihoTrainingArguments, drafter_fields: Mapping[str, Any], start: str | None
+    args: RecipeArguments, training_args: GumihoTrainingArguments, start: str | None
 ) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     values = training_args.to_dict()
     options = {name: value for name, value in values.items() if not _NO_PART.fullmatch(name)}
     if training_args.load_best_model_at_end:  # these choose the drafter
         options |= {name: values[name] for name in ("metric_for_best_model", "greater_is_better")}
-    return options | dict(drafter_fields) | {
+    return options | {
         "rows_per_step": training_args.rows_per_step,
         "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),

@@ -33,7 +33,7 @@ from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, ro
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
-from .records import cached_contents, rows_contents, target_contents, writing_contents
+from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .training import (
     Training,
     cached_data,
@@ -295,6 +295,7 @@ class Run:
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target
 
+        contents = contents | drafter_contents(self.drafter_config)
         Training(args, self.fields, data, load, contents, self.folder).run(self.phases)
         self.release_target()
 

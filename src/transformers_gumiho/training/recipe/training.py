@@ -51,7 +51,7 @@ class Training:
         fields: Those of the drafter's config that are not the defaults.
         data: Arguments of the trainer, from [`cached_data`] or [`online_data`].
         load_source: Gives the target or its cached features. It is called only if there is anything to train.
-        made_from: What the data was made from.
+        made_from: What the data and the drafter are made from.
         folder: The run's folder.
     """
 
@@ -74,7 +74,7 @@ class Training:
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             record = Record(Path(training_args.output_dir) / MADE_FROM)
-            contents = self.made_from | training_contents(args, training_args, self.fields, start)
+            contents = self.made_from | training_contents(args, training_args, start)
             is_longer = _is_longer(record, contents, training_args, name)
             PartialState().wait_for_everyone()
             if record.is_finished and not is_longer:
