@@ -30,6 +30,7 @@ from transformers_gumiho.training import (
     WritingSettings,
     regenerate_dataset,
 )
+from transformers_gumiho.training.writing import row_file
 from transformers_gumiho.training.writing.requests import Request
 
 
@@ -222,10 +223,11 @@ def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Pa
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_row_is_skipped_with_the_servers_words(
-    serve: Callable[..., Server], tmp_path: Path, status: int
+    serve: Callable[..., Server], tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are written, and it is not asked again; where all are refused, the run stops."""
     refused, path = QUESTIONS[1]["prompt"], tmp_path / "a.jsonl"
+    monkeypatch.setattr(row_file, "_ROWS_AT_A_SERVER", 1)
 
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
         is_long = refused in TOKENIZER.decode(body["prompt"])

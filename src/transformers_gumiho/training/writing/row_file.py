@@ -22,6 +22,7 @@ from .server import ServerEngine
 
 
 Engine = LocalEngine | ServerEngine
+_ROWS_AT_A_SERVER = 10_000  # are read at once: all requests are prepared before the first is answered
 
 
 def processes() -> PartialState:
@@ -75,10 +76,11 @@ class RowFile:
         the first one puts them together; behind a server, it writes alone.
         """
         done, state, num_tokens = self.rows(), self.state, 0
-        numbers, start = {row["row"] for row in done}, time.perf_counter()
+        numbers, begin_time = {row["row"] for row in done}, time.perf_counter()
         if engine.batch_size is None:
             left = [number for batch in batches for number in batch if number not in numbers]
-            share: Sequence[Sequence[int]] = [left] if state.is_main_process else []
+            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
+            share: Sequence[Sequence[int]] = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
         else:
             # Each batch is the same whenever and wherever it is written.
             share = batches[state.process_index :: state.num_processes]
@@ -88,9 +90,10 @@ class RowFile:
             for batch in share:
                 for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
                     append_rows(self.part, [row | {"row": number}])
+                    is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
                     if num_tokens:
-                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s")
+                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s")
                     progress.update()
         self.collect()
 
