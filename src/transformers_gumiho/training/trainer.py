@@ -194,16 +194,17 @@ class GumihoTrainer(Trainer):
         args = self.args
         settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
         output = self._forward(model, inputs, drafter_input, **settings)
+        _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
-            self._restriction.features.lm_head(states.last),
+            lm_head,
             inputs["loss_mask"],
             self._loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
-            draft_head=self._restriction.draft_head(states.last),
+            draft_head=draft_head,
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -229,9 +230,10 @@ class GumihoTrainer(Trainer):
                 raise UserFloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             scored = output, states.last, self.target_features.lm_head(states.last), inputs["loss_mask"]
+            token_ids, _, draft_head = self._restriction.heads(states.last)
             settings: dict[str, Any] = {
                 "position_ids": inputs.get("position_ids"),
-                "vocabulary": self._restriction.vocabulary(states.last),
+                "vocabulary": (token_ids, draft_head),
                 "chunk_size": self.args.loss_chunk_size,
             }
             if self._positions_per_row:
