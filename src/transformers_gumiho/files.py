@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 JSON_LINE = "json_line"
 # Who reads a file. JSON may begin with a mark of its encoding; bytes that are no UTF-8 become escapes that it lacks.
 _LINES: dict[str, Any] = {"path": "text", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
-_READERS = {".jsonl": _LINES, ".json": {"path": "json"}, ".parquet": {"path": "parquet"}, ".csv": {"path": "csv"}}
+_READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES}
+_READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
 
 
 class MalformedRowError(UserValueError):
