@@ -174,6 +174,31 @@ def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
     assert_same_drafter(whole, tmp_path / "stopped")
 
 
+@pytest.mark.parametrize("how", ["gone", "cut"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "work/features/shard-00000.safetensors", "work/features/cache.json"]
+)
+def test_a_finished_run_makes_again_what_is_missing(
+    folder: Path, whole: Path, file: str, how: str, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / file
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:40])
+    run = command(folder, str(tmp_path / "run"), *UP_TO_TRAINING)
+    gumiho(*run)
+    if file.startswith("work"):
+        found, expected = (FeatureDataset(run / "work/features") for run in (tmp_path / "run", whole))
+        for row, other in zip(found, expected, strict=True):
+            assert all(torch.equal(row[name], other[name]) for name in other)
+    elif how == "gone":
+        assert_same_drafter(tmp_path / "run", whole)
+    (tmp_path / "run/work/serial/model.safetensors").write_bytes(b"cut")
+    refuse("work/serial/model.safetensors' is damaged", *run)
+
+
 def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "both")
     gumiho(*command(folder, str(tmp_path / "both"), *UP_TO_TRAINING, "--recipe", "published", "--packing", "false"))

@@ -289,6 +289,15 @@ def load_checked(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a cache has all of its files, none of which is cut."""
+    try:
+        FeatureDataset(folder)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
 def is_intact(path: Path) -> bool:
     """Whether a file is there as it was written."""
     try:

@@ -29,7 +29,7 @@ from .. import (
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.preparation import split_rows
-from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
+from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, is_complete, layer_fields, row_lengths
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
@@ -255,6 +255,10 @@ class Run:
         if args.features is not None or args.cache_features == "false":
             return
         contents, (trained, held_out) = self.cache_contents, self._split()
+        record = Record(self.work / "features" / MADE_FROM)
+        if self.is_main and record.is_finished and not is_complete(self.work / "features"):
+            record.write(record.made_from)  # what is missing or damaged is written again
+        PartialState().wait_for_everyone()
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)

@@ -90,7 +90,8 @@ class Training:
                     record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
-        if trainer is None and whole.is_finished and whole.made_from == how:
+        is_there = any(self.folder.glob("*model*.safetensors"))
+        if trainer is None and is_there and whole.is_finished and whole.made_from == how:
             return
         # There is no trainer where the run was stopped after its last phase.
         trainer = trainer or self._trainer(name, training_args, start, _state_in(training_args.output_dir))
