@@ -131,7 +131,7 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
     role, calls = _ROLES.get(str(name).lower()), message.get("tool_calls") and _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         content = "".join(part["text"] for part in parts)
     is_open = role == "assistant" and not answered
