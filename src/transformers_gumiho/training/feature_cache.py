@@ -290,9 +290,10 @@ def load_checked(path: Path) -> dict[str, torch.Tensor]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a cache has all of its files, none of which is cut."""
+    """Whether a cache has all of its files, none of which is cut. They are not read."""
     try:
-        FeatureDataset(folder)
+        for path in [folder / TARGET_FOLDER / WEIGHTS, *CacheManifest.load(folder).shards(folder)]:
+            _open(path)
     except (FileNotFoundError, ValueError):
         return False
     return True

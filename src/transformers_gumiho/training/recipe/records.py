@@ -6,14 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig
-from .. import FeatureDataset, GumihoTrainingArguments
+from .. import GumihoTrainingArguments
 from ..data.fingerprint import (
     checkpoint_fingerprint,
     conversations_fingerprint,
     file_fingerprint,
     tokenizer_fingerprints,
 )
+from ..feature_cache import MADE_FROM
 from .arguments import RecipeArguments, WritingArguments
 
 
@@ -63,7 +65,7 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
 
 def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
-    caches = [FeatureDataset(folder).made_from for folder in folders]
+    caches = [Record(Path(folder) / MADE_FROM).made_from for folder in folders]
     return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 

@@ -19,7 +19,6 @@ from ...model.configuration_gumiho import GumihoConfig
 from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
-    FeatureDataset,
     GumihoTrainingArguments,
     cache_size,
     load_conversations,
@@ -29,7 +28,15 @@ from .. import (
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.preparation import split_rows
-from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, is_complete, layer_fields, row_lengths
+from ..feature_cache import (
+    MADE_FROM,
+    MANIFEST,
+    TARGET_FOLDER,
+    CacheManifest,
+    is_complete,
+    layer_fields,
+    row_lengths,
+)
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
@@ -194,7 +201,7 @@ class Run:
         """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
         args = self.args
         if args.features is not None:
-            lengths = [length for folder in args.features for length in FeatureDataset(folder).manifest.lengths]
+            lengths = [length for folder in args.features for length in CacheManifest.load(Path(folder)).lengths]
             return len(lengths), sum(lengths) / len(lengths)
         rows = self.rows
         if rows is None:
