@@ -317,7 +317,6 @@ class TransformersServe:
         self.process = subprocess.Popen(
             [*command, "--device", "cpu", "--dtype", "float32"],
             stdout=log.open("a"), stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         self._wait_until_ready()
 
