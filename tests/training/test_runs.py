@@ -176,7 +176,7 @@ def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "work/features/shard-00000.safetensors", "work/features/cache.json"]
+    "file", ["model.safetensors", "work/features/shard-00000.safetensors", "work/held_out/cache.json"]
 )
 def test_a_finished_run_makes_again_what_is_missing(
     folder: Path, whole: Path, file: str, how: str, tmp_path: Path
@@ -190,7 +190,7 @@ def test_a_finished_run_makes_again_what_is_missing(
     run = command(folder, str(tmp_path / "run"), *UP_TO_TRAINING)
     gumiho(*run)
     if file.startswith("work"):
-        found, expected = (FeatureDataset(run / "work/features") for run in (tmp_path / "run", whole))
+        found, expected = (FeatureDataset((path / file).parent) for path in (tmp_path / "run", whole))
         for row, other in zip(found, expected, strict=True):
             assert all(torch.equal(row[name], other[name]) for name in other)
     elif how == "gone":

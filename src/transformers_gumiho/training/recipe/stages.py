@@ -263,7 +263,8 @@ class Run:
             return
         contents, (trained, held_out) = self.cache_contents, self._split()
         record = Record(self.work / "features" / MADE_FROM)
-        if self.is_main and record.is_finished and not is_complete(self.work / "features"):
+        folders = [folder for folder in (self.work / "features", self.work / "held_out") if folder.exists()]
+        if self.is_main and record.is_finished and not all(map(is_complete, folders)):
             record.write(record.made_from)  # what is missing or damaged is written again
         PartialState().wait_for_everyone()
 
