@@ -43,10 +43,9 @@ def _draw_speedups(rows: Sequence[SummaryRow]) -> plt.Figure:
         axes.set_visible(category is not None)
         # A mode that does not support this batch size has an empty place.
         for row in (row for row in rows if row.category == category):
-            place, error = list(colors).index(row.mode), np.abs(np.array(row.speedup_interval) - row.speedup)
-            axes.barh(
-                place, row.speedup, color=colors[row.mode], xerr=error[:, None], capsize=2, error_kw={"linewidth": 1}
-            )
+            place = list(colors).index(row.mode)
+            error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
+            axes.barh(place, row.speedup, color=colors[row.mode], xerr=error, capsize=2, error_kw={"linewidth": 1})
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(range(len(colors)), list(colors))
         axes.set_title(category, fontsize="medium")

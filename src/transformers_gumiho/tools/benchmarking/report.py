@@ -26,8 +26,8 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         if (spread := max(row.repeat_spread or 0.0 for row in chosen)) > _IDLE_SPREAD:
             lines += [
                 "",
-                f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long (limit "
-                f"{_IDLE_SPREAD}). Close other programs and run the benchmark again.",
+                f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long "
+                f"(limit {_IDLE_SPREAD}). Close other programs and run the benchmark again.",
             ]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"

@@ -87,7 +87,8 @@ def run_benchmark(
         for group in groups.values()
         for start in range(0, len(group), size)
     ]
-    known, num_turns = {} if journal is None else journal.known, 0
+    known = {} if journal is None else journal.known
+    num_turns = 0
     runner = Runner(target, tokenizer.pad_token_id, max_new_tokens, stages=True)
     # Graphs that are compiled for the longest prompts have room for the others.
     longest = sorted((encode_turn(tokenizer, question.turns[:1], []) for question in questions), key=len, reverse=True)

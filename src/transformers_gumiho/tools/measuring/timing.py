@@ -87,10 +87,12 @@ def time_decoding(
         stage_timer(*devices, stages=stages and drafter is not None) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
-    length, ends = inputs["input_ids"].shape[1], target.generation_config.eos_token_id
+    length = inputs["input_ids"].shape[1]
+    ends = target.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     num_tokens = output.sequences.shape[1] - length - 1
-    num_passes, end = num_tokens if drafter is None else timer.num_cycles, timer.end
+    num_passes = num_tokens if drafter is None else timer.num_cycles
+    end = timer.end
     if timer.end_of_drafts is not None and num_passes > 1:
         num_tokens, num_passes, end = num_tokens - 1, num_passes - 1, timer.end_of_drafts
     return DecodingTime(

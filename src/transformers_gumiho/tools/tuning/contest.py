@@ -87,7 +87,8 @@ class Contests:
         Raises:
             ValueError: All texts end with their first token.
         """
-        ranked, ends = list(dict.fromkeys(trees)), (FINAL_TURNS,) if is_final else ROUNDS
+        ranked = list(dict.fromkeys(trees))
+        ends = (FINAL_TURNS,) if is_final else ROUNDS
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
         sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
         rounds = zip([0, *ends], ends, sizes, strict=False)
