@@ -230,13 +230,10 @@ def complete_lines(path: Path) -> list[bytes]:
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
-def cut_after(path: Path, num_lines: int) -> int:
-    """Cuts a file after its first `num_lines` lines, if it exists; returns `num_lines`."""
+def cut_incomplete_line(path: Path) -> None:
+    """Cuts an incomplete last line off a file, if it exists."""
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        with path.open("rb+") as file:
-            file.truncate(sum(map(len, lines[:num_lines])))
-    return num_lines
+        os.truncate(path, sum(map(len, complete_lines(path))))
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

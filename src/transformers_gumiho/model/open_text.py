@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,9 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
     answers are joined.
     """
+    texts = [text for pair in zip_longest(turns, answers) for text in pair if text is not None]
     if not tokenizer.chat_template:
-        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
-        return encode_open_text(tokenizer, text)
-    messages = []
-    for turn, answer in zip(turns, [*answers, None], strict=False):
-        messages.append({"role": "user", "content": turn})
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
+        return encode_open_text(tokenizer, "".join(texts))
+    roles = cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from ...files import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from ...files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine
@@ -90,7 +90,7 @@ class RowFile:
         """Adds what other processes wrote to the file."""
         self.state.wait_for_everyone()
         if self.state.is_main_process:
-            cut_after(self.path, len(complete_lines(self.path)))
+            cut_incomplete_line(self.path)
             for part in self.path.parent.glob(f"{self.path.name}.part*"):
                 append_rows(self.path, map(json.loads, complete_lines(part)))
                 part.unlink()
