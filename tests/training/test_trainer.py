@@ -89,13 +89,8 @@ def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path
     for trainer in trainers:
         trainer.model.load_state_dict(trainers[0].model.state_dict())
     assert trainers[1].evaluate()["eval_loss"] == pytest.approx(trainers[2].evaluate()["eval_loss"], rel=1e-5)
-    collators = {
-        "`assistant_only_loss=False` is carried out by a GumihoDataCollator": (lambda rows: rows[0], False),
-        "counts the prompts, in evaluations, too": (GumihoDataCollator(assistant_only_loss=False), True),
-    }
-    for message, (collator, answers_only) in collators.items():
-        with pytest.raises(ValueError, match=message):
-            make_trainer(target, tmp_path, data_collator=collator, assistant_only_loss=answers_only)
+    with pytest.raises(ValueError, match="`assistant_only_loss=False` is carried out by a GumihoDataCollator"):
+        make_trainer(target, tmp_path, data_collator=lambda rows: rows[0], assistant_only_loss=False)
 
 
 class CountingCollator(GumihoDataCollator):

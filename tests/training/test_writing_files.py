@@ -106,6 +106,16 @@ def test_a_full_disk_keeps_what_was_written(
     assert path.read_bytes() == b"".join(whole[write])
 
 
+@pytest.mark.parametrize("lines", ['{"prompt": "x"}\n{"prompt"', "[1]\n", "\x00\x00\n", '{"row": 0}\n{"ro\n'])
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_file_of_something_else_is_left_as_it_is(write: Any, lines: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=r"a.jsonl' holds a line that is damaged, or that this command did not write"):
+        write(tmp_path / "a.jsonl")
+    assert (tmp_path / "a.jsonl").read_text() == lines
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+
+
 def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, beside = tmp_path / "a.jsonl", tmp_path / "a.jsonl.settings.json"
     with monkeypatch.context() as patch:
