@@ -56,7 +56,7 @@ def score_predictions(
         logits = lm_head(selected.targets[piece])
         top_tokens = logits.argmax(dim=-1)
         logits = logits if token_ids is None else logits[:, token_ids]
-        target = Readout(selected.targets[piece], lambda _, computed=logits: computed)
+        target = Readout(selected.targets[piece], _computed(logits))
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)
@@ -66,6 +66,11 @@ def score_predictions(
             scores = torch.stack([agreements, torch.ones_like(valid), *terms], dim=-1) * valid[:, None]
             table[:, index].index_add_(0, selected.rows[piece], scores)
     return table
+
+
+def _computed(logits: torch.Tensor) -> LMHead:
+    """Returns an output head that has run."""
+    return lambda _: logits
 
 
 def expected_acceptance_length(agreements: Sequence[float]) -> float:
