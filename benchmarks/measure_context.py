@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.decoding_settings import NEVER_PAUSES
-from transformers_gumiho.tools.measuring.machine import peak_memory
+from transformers_gumiho.tools.measuring.machine import watch_memory
 from transformers_gumiho.tools.measuring.timing import stage_timer, time_decoding
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
 
@@ -59,11 +59,9 @@ def measure_memory(args: ContextArguments) -> None:
     """Prints the most memory that a generation takes, beyond the loaded models."""
     target, gumiho, text = load(args)
     assistant = {"assistant_model": gumiho} if args.part == "drafted" else {}
-    with peak_memory(target.device) as peak:
-        target.generate(
-            text[None, : args.lengths[0]], max_new_tokens=args.max_new_tokens, do_sample=False, **assistant
-        )
-    print(f"{(peak.num_bytes or 0) / 1e6:.1f}")
+    read_peak = watch_memory(target.device)
+    target.generate(text[None, : args.lengths[0]], max_new_tokens=args.max_new_tokens, do_sample=False, **assistant)
+    print(f"{(read_peak() or 0) / 1e6:.1f}")
 
 
 def measure_times(target: PreTrainedModel, gumiho: GumihoModel, text: torch.Tensor, args: ContextArguments) -> Times:

@@ -257,6 +257,3 @@ class _Acceptance:
             )  # fmt: skip
         # What the drafter did long ago does not hide what it does now.
         self._num_drafts = self._num_accepted = 0
-
-
-__all__ = ["ARCHITECTURE", "is_drafter", "register"]

@@ -8,6 +8,8 @@ import pytest
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# For processes that tests start; the tests' own are set below.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:

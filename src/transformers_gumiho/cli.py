@@ -18,95 +18,85 @@ Options = TypeVar("Options")
 
 def run(name: str, words: list[str]) -> None:
     """Runs the command of this name with the words that follow it on the command line."""
-    commands = {
-        "generate": run_generate_command,
-        "show": run_show_command,
-        "demo": run_demo_command,
-        "benchmark": run_benchmark_command,
-        "tune": run_tune_command,
-        "attach": run_attach_command,
-        "train": run_train_command,
-        "data": run_data_command,
-    }
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # texts and tree marks, where its encoding lacks a character
     logging.disable_progress_bar()
     with reported_in_one_line(f"gumiho {name}"):
-        commands[name](words)
+        _COMMANDS[name](words)
 
 
-def run_generate_command(words: list[str]) -> None:
-    """`gumiho generate`."""
+def _generate(words: list[str]) -> None:
     from .tools.presenting import GenerateArguments, generate
 
-    args = _parse(GenerateArguments, "generate", generate, words)
+    args = _parse(GenerateArguments, generate, words)
     answers = generate(args)
     if args.has_prompts and answers[-1].progress == "stopped":
         raise SystemExit(INTERRUPTED)
 
 
-def run_show_command(words: list[str]) -> None:
-    """`gumiho show`."""
+def _show(words: list[str]) -> None:
     from .tools.presenting import ShowArguments, show
 
-    show(_parse(ShowArguments, "show", show, words))
+    show(_parse(ShowArguments, show, words))
 
 
-def run_demo_command(words: list[str]) -> None:
-    """`gumiho demo`."""
+def _demo(words: list[str]) -> None:
     from .tools.presenting import DemoArguments, demo
 
-    demo(_parse(DemoArguments, "demo", demo, words))
+    demo(_parse(DemoArguments, demo, words))
 
 
-def run_benchmark_command(words: list[str]) -> None:
-    """`gumiho benchmark`."""
+def _benchmark(words: list[str]) -> None:
     from .tools.benchmarking import BenchmarkArguments, benchmark
     from .tools.benchmarking.report import markdown
 
-    args = _parse(BenchmarkArguments, "benchmark", benchmark, words)
+    args = _parse(BenchmarkArguments, benchmark, words)
     rows = benchmark(args)
     sys.stdout.write(f"\n{markdown(rows)}\nThe samples, tables and pictures are in {args.output_dir}\n")
 
 
-def run_tune_command(words: list[str]) -> None:
-    """`gumiho tune`."""
+def _tune(words: list[str]) -> None:
     from .tools.tuning import TuningArguments, describe, tune
 
-    args = _parse(TuningArguments, "tune", tune, words)
+    args = _parse(TuningArguments, tune, words)
     result = describe(tune(args))
     how = "; copy its generation_config.json over the drafter's to use them" if args.output_dir else ""
     sys.stdout.write(f"\n{result}\nthe settings are in {args.output_dir or args.resolved().assistant}{how}\n")
 
 
-def run_attach_command(words: list[str]) -> None:
-    """`gumiho attach TARGET DRAFTER --output_dir FOLDER`; both may also be given as options."""
+def _attach(words: list[str]) -> None:
     from .tools.serving_folder import AttachArguments, write_served_target
 
+    # `gumiho attach TARGET DRAFTER --output_dir FOLDER`; both may also be given as options.
     if len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         words = ["--target", words[0], "--drafter", *words[1:]]
-    sys.stdout.write(f"{write_served_target(_parse(AttachArguments, 'attach', write_served_target, words))}\n")
+    args = _parse(AttachArguments, write_served_target, words, "attach")
+    sys.stdout.write(f"{write_served_target(args)}\n")
 
 
-def run_train_command(words: list[str]) -> None:
-    """`gumiho train`."""
+def _train(words: list[str]) -> None:
     from .tools.after_training import MEASURES
     from .training.recipe.command import run_train_command
 
     run_train_command(words, MEASURES)
 
 
-def run_data_command(words: list[str]) -> None:
-    """`gumiho data`."""
+def _data(words: list[str]) -> None:
     from .training.recipe.command import run_data_command
 
     run_data_command(words)
 
 
-def _parse(options: type[Options], name: str, command: Callable[..., Any], words: list[str]) -> Options:
+_COMMANDS = {
+    "generate": _generate, "show": _show, "demo": _demo, "benchmark": _benchmark, "tune": _tune, "attach": _attach,
+    "train": _train, "data": _data,
+}  # fmt: skip
+
+
+def _parse(options: type[Options], command: Callable[..., Any], words: list[str], name: str = "") -> Options:
     """Returns the options of a command, whose help begins with the first paragraph of its docstring."""
     summary = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("`args.", "`--")
-    (parsed,) = parse([options], name, words, summary)
+    (parsed,) = parse([options], name or command.__name__, words, summary)
     return parsed
 
 

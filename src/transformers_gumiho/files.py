@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 JSON_LINE = "json_line"
 # Who reads a file. JSON may begin with a mark of its encoding; bytes that are no UTF-8 become escapes that it lacks.
 _LINES: dict[str, Any] = {"path": "text", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
-_READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES, ".json": {"path": "json"}, ".parquet": {"path": "parquet"}}
+_READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES}
+_READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
 
 
 class MalformedRowError(UserValueError):
@@ -71,15 +72,15 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     Loads a dataset. Lines of JSONL files are one column, for [`parse_row`].
 
     Args:
-        name: A local `.jsonl`, `.json` or `.parquet` file, a folder (saved by `datasets` or of data files), or the
-            name of a dataset on the Hub, which may end in `:config` or `:config:split`.
+        name: A local `.jsonl`, `.json`, `.parquet` or `.csv` file (also as `.gz`), a folder (saved by `datasets` or of
+            data files), or the name of a dataset on the Hub, which may end in `:config` or `:config:split`.
         split: The split to load, where the name has none; `None` for `test`, or else the first. The only split of a
             file is `train`.
         **kwargs: For `datasets.load_dataset`.
 
     Raises:
         FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: There is no such split, or the file is empty or cannot be read.
+        ValueError: There is no such split, or the file is empty, of another kind or cannot be read.
     """
     # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
@@ -87,15 +88,18 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     from datasets.exceptions import DatasetGenerationError
 
     path, named_split = Path(name), ""
-    is_saved = any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json"))
-    if path.suffix in _READERS:
+    is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
+    kind = Path(name.removesuffix(".gz")).suffix.lower()
+    if kind in _READERS and not path.is_dir():
         if not path.is_file():
             raise UserFileNotFoundError(
                 f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
             )
         if not path.stat().st_size:
             raise UserValueError(f"{name!r} is empty.")
-        reader = _READERS[path.suffix] | {"data_files": {"train": [name]}}
+        reader = _READERS[kind] | {"data_files": {"train": [name]}}
+    elif path.is_file():
+        raise UserValueError(f"{name!r} is none of {', '.join(_READERS)}. Convert it, or give another file.")
     elif path.is_dir() and not is_saved and any(path.rglob("*.jsonl")):
         files = DataFilesDict.from_patterns(get_data_patterns(name), base_path=name, allowed_extensions=[".jsonl"])
         reader = _LINES | {"data_files": files}
@@ -119,14 +123,17 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row without its empty columns; raises `MalformedRowError` for a line that is not a JSON object."""
-    if JSON_LINE in row:
-        try:
-            row = json.loads(row[JSON_LINE])
-        except ValueError:
-            raise MalformedRowError("is not JSON, or not UTF-8") from None
-        if not isinstance(row, dict):
-            raise MalformedRowError("is not a JSON object")
-    return _without_none(row)
+    if JSON_LINE not in row:
+        return _without_none(row)
+    try:
+        line, row = row[JSON_LINE], json.loads(row[JSON_LINE])
+        if "\\u" in line:  # an escape may be half a character, which no tokenizer reads
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise MalformedRowError("is not JSON, or not UTF-8") from None
+    if not isinstance(row, dict):
+        raise MalformedRowError("is not a JSON object")
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _without_none(value: Any) -> Any:
@@ -230,13 +237,10 @@ def complete_lines(path: Path) -> list[bytes]:
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
-def cut_after(path: Path, num_lines: int) -> int:
-    """Cuts a file after its first `num_lines` lines, if it exists; returns `num_lines`."""
+def cut_incomplete_line(path: Path) -> None:
+    """Cuts an incomplete last line off a file, if it exists."""
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        with path.open("rb+") as file:
-            file.truncate(sum(map(len, lines[:num_lines])))
-    return num_lines
+        os.truncate(path, sum(map(len, complete_lines(path))))
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -8,7 +8,6 @@ libraries can break only this file, and `tests/unit/test_internals.py` shows wha
 import copy
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -428,12 +427,6 @@ def mark_static_address(tensor: torch.Tensor) -> None:
 def version_of(tensor: torch.Tensor) -> int | None:
     """Returns how often a tensor was written to; `None` for one of inference mode, which does not count it."""
     return None if tensor.is_inference() else tensor._version
-
-
-def num_compiled_graphs() -> int:
-    """Returns the number of graphs that `torch.compile` has compiled so far."""
-    graphs: Counter[str] = torch._dynamo.utils.counters["stats"]
-    return graphs["unique_graphs"]
 
 
 @contextmanager

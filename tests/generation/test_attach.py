@@ -18,6 +18,7 @@ from torch import nn
 from training_data import DEMO_TARGET
 from transformers import (
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -215,7 +216,10 @@ def test_arguments_may_have_any_names(pair: tuple[PreTrainedModel, GumihoModel])
 def test_other_ways_to_decode_are_left_alone(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
     target, drafter = pair
     ids = PROMPT["input_ids"]
+    # Otherwise it takes most of the free memory.
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
     paged = {"cache_implementation": "paged", "max_new_tokens": 5, "do_sample": False}
+    paged |= {"continuous_batching_config": small}
     expected = target.generate(ids, **paged)
 
     def own_loop(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> tuple[PreTrainedModel, Any]:

@@ -24,6 +24,7 @@ from transformers_gumiho.internals import CACHE_NAME
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 ROWS = {"one": [5], "batch": [6, 2, 4]}
+LOOKUP = {"prompt_lookup_num_tokens": 6}
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
@@ -65,9 +66,10 @@ class Depths(GenerationObserver):
         self.accepted_lengths.append(path.accepted_lengths)
 
 
-@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_num_tokens": 6}], ids=["alone", "context"])
-@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("transition_rank", [0, 3])
+@pytest.mark.parametrize(
+    ("transition_rank", "lengths", "lookup"),
+    [(0, ROWS["one"], {}), (3, ROWS["batch"], {}), (3, ROWS["one"], LOOKUP), (0, ROWS["batch"], LOOKUP)],
+)
 def test_trees_are_no_deeper_than_what_is_missing(
     transition_rank: int, lengths: list[int], lookup: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

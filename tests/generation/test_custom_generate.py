@@ -168,10 +168,8 @@ output = target.generate(
 assert torch.equal(output.sequences, plain)
 assert max(output.accepted_lengths[0]) > 1
 """
-    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, timeout=300
-    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
 
 

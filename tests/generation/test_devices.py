@@ -1,5 +1,6 @@
 """Generation and training on pretend accelerators: no devices are mixed, and the host waits no more than it has to."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,10 +26,9 @@ from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.experts import experts_of_decoding
-from transformers_gumiho.generation.verification.placement import drafter_device, input_device
+from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
 from transformers_gumiho.internals import experts_function
-from transformers_gumiho.tools.measuring.machine import accelerators_of
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 
@@ -83,16 +83,24 @@ def generate(
     return sequences.cpu()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_generation_mixes_no_devices(placement: tuple[Any, str], way: tuple[dict[str, Any], list[int], Any]) -> None:
-    settings, lengths, kwargs = way
+# Every way where target and drafter are on one device, on two, and on the host; the others where there are parts.
+PLACED_WAYS = [
+    *itertools.product(list(PLACEMENTS)[:3], WAYS),
+    *itertools.product(["target on the host"], ["context", "transitions"]),
+    *itertools.product(["split target"], ["greedy", "static", "sampled"]),
+    *itertools.product(["split target, drafter beside its head"], ["sampled", "layers, some tokens"]),
+]
+
+
+@pytest.mark.parametrize(("placement", "way"), PLACED_WAYS)
+def test_generation_mixes_no_devices(placement: str, way: str) -> None:
+    settings, lengths, kwargs = WAYS[way]
     target = make_target()
     drafter = make_drafter(target, num_assistant_tokens=20, **settings)
     expected = generate(target, drafter, make_prompts(lengths), "cpu", **kwargs)
     with pretending():
-        device = move(target, placement[0])
-        drafter.to(placement[1])
+        device = move(target, PLACEMENTS[placement][0])
+        drafter.to(PLACEMENTS[placement][1])
         assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
 
 

@@ -65,13 +65,12 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("settings", SAMPLING, ids=lambda settings: "-".join(settings) or "plain")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("rows", [[5], [5, 2, 4]], ids=["one", "batch"])
+@pytest.mark.parametrize(("family", "rows"), [("llama", [5]), ("gemma3", [5, 2, 4])], ids=["one", "batch"])
 def test_same_seed_samples_the_same_text(rows: list[int], family: str, settings: dict[str, Any]) -> None:
     model = make_target(family)
     draft = make_drafter(model, num_assistant_tokens=47)
     lengths = []
-    for seed in range(4):
+    for seed in range(2):
         drafted = equals_plain(model, draft, seed, **make_prompts(rows), do_sample=True, **settings)
         lengths += drafted.accepted_lengths[0]
     assert max(lengths) >= 2, "the equality says something only where drafts are accepted"

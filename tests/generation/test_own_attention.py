@@ -135,8 +135,11 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("on_instance", [False, True], ids=["class", "instance"])
-@pytest.mark.parametrize("given", TREES.values(), ids=[*TREES])
+@pytest.mark.parametrize(
+    ("given", "on_instance"),
+    [*((given, False) for given in TREES.values()), (TREES["clipping"], True), (TREES["in place of sdpa"], True)],
+    ids=[*TREES, "of an instance", "in place of sdpa, of an instance"],
+)
 def test_a_function_that_takes_dense_masks_computes_trees(
     given: tuple[str, Function, Any], on_instance: bool, register: Callable[..., None]
 ) -> None:

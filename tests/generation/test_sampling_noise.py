@@ -17,6 +17,9 @@ from transformers_gumiho.generation import token_choice, token_draws
 from transformers_gumiho.generation.token_draws import TokenDraws, can_preview_multinomial
 
 
+WARPERS: list[dict[str, Any]] = [{"top_k": 0}, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}]
+
+
 def draw(scores: torch.Tensor) -> torch.Tensor:
     """Draws tokens `(n, B)` by scores `(n, B, V)` one step after the other, as `generate()` does."""
     return torch.stack([torch.multinomial(step.softmax(dim=-1), 1).squeeze(1) for step in scores])
@@ -208,8 +211,10 @@ def test_what_is_no_distribution_is_refused_as_in_plain_decoding(lengths: list[i
     assert str(refused.value) == str(of_plain.value)
 
 
-@pytest.mark.parametrize("max_lead", [None, 1, 3])
-@pytest.mark.parametrize("warpers", [{"top_k": 0}, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize(
+    ("max_lead", "warpers"),
+    [(None, WARPERS[0]), (None, WARPERS[1]), (1, WARPERS[0]), (3, WARPERS[1])],
+)
 def test_batches_sample_the_text_of_the_seed(
     warpers: dict[str, Any], max_lead: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +226,7 @@ def test_batches_sample_the_text_of_the_seed(
     drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
     ended, parted = set(), 0
     for lengths in ([9, 4, 1], [3] * 6):
-        for seed in range(4):
+        for seed in range(2):
             arguments: dict[str, Any] = {
                 **make_prompts(lengths), "max_new_tokens": 60, "do_sample": True, "eos_token_id": [7, 11, 12, 13],
                 "pad_token_id": 0, **warpers,
@@ -235,7 +240,7 @@ def test_batches_sample_the_text_of_the_seed(
             ended |= {sum(row) for row in output.accepted_lengths}
             parted += len({len(row) for row in output.accepted_lengths}) > 1
     assert len(ended) > 8
-    assert parted > 4
+    assert parted > 2
 
 
 class InAnotherPrecision(LogitsProcessor):

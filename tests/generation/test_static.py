@@ -17,8 +17,12 @@ from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
-def make_pair(family: str = "llama", **settings: int) -> tuple[PreTrainedModel, GumihoModel]:
-    target = make_target(family)
+# Tracing takes seconds for each layer.
+SMALL = {"num_assistant_tokens": 12, "num_layers": 1}
+
+
+def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
+    target = make_target(family, num_layers=2 if "num_layers" in settings else 3)
     if family == "gemma2":
         target = target.float()  # see test_families
     return target, make_drafter(target, **{"num_assistant_tokens": 47} | settings)
@@ -34,11 +38,9 @@ def test_fixed_shapes_equal_plain(family: str) -> None:
     target, drafter = make_pair(family)
     static = {"cache_implementation": "static"}
     accepted = []
-    for seed, length in enumerate((1, WINDOW + 9)):
-        prompt = make_prompts([length], seed)
-        for sampling in ({"do_sample": False}, SAMPLING):
-            drafted = equals_plain(target, drafter, seed, static, **prompt, **sampling)
-            accepted += drafted.accepted_lengths[0]
+    for seed, (length, sampling) in enumerate(((1, SAMPLING), (WINDOW + 9, {"do_sample": False}))):
+        drafted = equals_plain(target, drafter, seed, static, **make_prompts([length], seed), **sampling)
+        accepted += drafted.accepted_lengths[0]
     assert max(accepted) >= 2, "the equality says something only where drafts are accepted"
     batch = make_prompts([3, WINDOW + 9, 1])
     batch |= {"max_new_tokens": 24, "do_sample": False, "assistant_model": drafter}
@@ -77,15 +79,12 @@ def test_cache_can_be_continued_from() -> None:
     ("family", "settings"),
     [
         ("llama", {}),
-        ("llama", {"num_assistant_tokens": 12, "branching_factor": 3}),
-        ("llama", {"num_assistant_tokens": 12, "transition_rank": 3}),
-        ("llama", {"num_assistant_tokens": 12, "target_layer_ids": [0, 2]}),
-        ("gemma3", {}),
-        ("gpt2", {}),
+        ("gemma3", SMALL | {"branching_factor": 3, "target_layer_ids": [0, 1]}),
+        ("gpt2", SMALL | {"transition_rank": 3}),
     ],
-    ids=["llama", "llama-small", "llama-transitions", "llama-layers", "gemma3", "gpt2"],
+    ids=["llama", "gemma3-layers", "gpt2-transitions"],
 )
-def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None:
+def test_stages_are_compiled_once(family: str, settings: dict[str, Any]) -> None:
     target, drafter = make_pair(family, **settings)
     static = {"cache_implementation": "static", "compile_config": compile_config("eager")}
 
@@ -103,7 +102,7 @@ def test_stages_are_compiled_once(family: str, settings: dict[str, int]) -> None
     num_graphs = counters["stats"]["unique_graphs"]
     assert num_graphs == 5, "drafting for sampling, too"
     # Other prompts, lengths, and ways of choosing run what was compiled for the first.
-    for seed, length in enumerate((9, 4, 17, 1), start=1):
+    for seed, length in enumerate((4, 17), start=1):
         check([length], seed, do_sample=False)
         check([length], seed, **SAMPLING | {"temperature": 0.5 + 0.1 * seed})
     assert counters["stats"]["unique_graphs"] == num_graphs
@@ -134,7 +133,7 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
             f"transformers_gumiho.generation.verification.{module}.mark_static_address",
             lambda tensor, found=found: found.append(tensor.data_ptr()),
         )
-    target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], num_assistant_tokens=12)
+    target, drafter = make_pair(transition_rank=3, draft_vocabulary=[6, 1, 5, 2], **SMALL)
     kwargs = {"do_sample": False, "cache_implementation": "static", "assistant_model": drafter}
     compiling = compile_on_every_device(backend=Backend(), mode="default")
 
@@ -148,9 +147,9 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
         assert torch.equal(output.sequences, plain)
         return set(marked), output[CACHE_NAME]
 
-    # Of a first call all are new: keys and values of five layers, and two counts.
+    # Of a first call all are new: keys and values of three layers, and two counts.
     first, cache = generate([9], 0)
-    assert len(first) == 2 * 5 + 2
+    assert len(first) == 2 * 3 + 2
     of_weights = set(shared)  # the cut head, and two tables
     assert len(of_weights) == 1 + 2
     num_graphs, states = Backend.num_graphs, [layer.keys.clone() for layer in cache.layers]

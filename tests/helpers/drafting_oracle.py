@@ -32,40 +32,42 @@ def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return target.model(ids).last_hidden_state
 
 
-def score_of_path(
+def scores_of_paths(
     target: PreTrainedModel,
     drafter: GumihoModel,
     ids: torch.Tensor,
-    path: tuple[int, ...],
+    paths: torch.Tensor,
     noise: torch.Tensor | None = None,
     sampling_temperature: float = 1.0,
-) -> float:
-    """The summed log-probability of a path, from whole forward passes without any cache; noise is `(depth, V)`."""
+) -> torch.Tensor:
+    """
+    The summed log-probabilities `(N,)` of paths `(N, depth)` below the text `ids` (`(1, T)`), from whole forward
+    passes without any cache; noise is `(depth, V)`.
+    """
     given = drafter.generation_config.draft_temperature
     # The last of a list goes on below.
-    temperatures = given + given[-1:] * len(path) if isinstance(given, list) else [given] * len(path)
-    tokens, states = ids[:, 1:], states_of(target, ids)[:, :-1]
+    temperatures = given + given[-1:] * paths.shape[1] if isinstance(given, list) else [given] * paths.shape[1]
+    tokens, states = ids[:, 1:].expand(len(paths), -1), states_of(target, ids)[:, :-1].expand(len(paths), -1, -1)
     num_serial_tokens = drafter.config.num_serial_tokens
-    score, fused = 0.0, []
+    scores, fused = torch.zeros(len(paths)), []
 
-    def log_probs(feature: torch.Tensor, depth: int) -> torch.Tensor:
-        logits = target.lm_head(feature).float()
+    def log_probs(features: torch.Tensor, depth: int) -> torch.Tensor:
+        logits = target.lm_head(features).float()
         if noise is not None:
             logits = logits / sampling_temperature + noise[depth - 1]
-        return (logits / temperatures[depth - 1]).log_softmax(dim=-1)
+        every_token = (logits / temperatures[depth - 1]).log_softmax(dim=-1)
+        return every_token.gather(1, paths[:, depth - 1 : depth]).squeeze(1)
 
-    for depth, token in enumerate(path[:num_serial_tokens], start=1):
+    for depth, token_ids in enumerate(paths[:, :num_serial_tokens].split(1, dim=1), start=1):
         feature = drafter(tokens, states).serial_features[:, -1:]
-        score += float(log_probs(feature, depth)[0, 0, token])
-        token_ids = torch.tensor([[token]])
+        scores += log_probs(feature[:, 0], depth)
         fused.append(drafter.fuse(token_ids, feature))
         tokens, states = torch.cat((tokens, token_ids), 1), torch.cat((states, feature), 1)
-    if len(path) > num_serial_tokens:
-        features = drafter.mlp(torch.cat(fused, dim=-1))[0, :, 0]
-        for head, token in enumerate(path[num_serial_tokens:]):
-            depth = num_serial_tokens + head + 1
-            feature = features[head]
+    if paths.shape[1] > num_serial_tokens:
+        features = drafter.mlp(torch.cat(fused, dim=-1))[:, :, 0]
+        for head, depth in enumerate(range(num_serial_tokens + 1, paths.shape[1] + 1)):
+            feature = features[:, head]
             if drafter.transition is not None:
-                feature = feature + drafter.transition[head](drafter.embed_tokens(torch.tensor(path[depth - 2])))
-            score += float(log_probs(feature, depth)[token])
-    return score
+                feature = feature + drafter.transition[head](drafter.embed_tokens(paths[:, depth - 2]))
+            scores += log_probs(feature, depth)
+    return scores

@@ -43,6 +43,7 @@ class EagleHead:
         token_ids: The tokens of the rows of its own output head; `None` for all, or for the target's head.
         flags: Of `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output` those that are true.
         inputs: For EAGLE-3: the layers whose inputs it reads. The number of layers stands for the last one's output.
+        rope_factor: By which positions are divided.
     """
 
     weights: dict[str, torch.Tensor]
@@ -53,6 +54,7 @@ class EagleHead:
     flags: frozenset[str] = frozenset()
     inputs: tuple[int, ...] = DEFAULT_INPUTS
     theta: float = THETA
+    rope_factor: float = 1.0
     embedding: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output_head: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -148,7 +150,7 @@ class EagleHead:
         if f"{prefix}q_norm.weight" in self.weights:
             q, k = self._rms(q, f"{prefix}q_norm.weight"), self._rms(k, f"{prefix}k_norm.weight")
         half = self.head_dim // 2
-        angles = torch.arange(len(x))[:, None] * self.theta ** (-torch.arange(half) / half).double()
+        angles = torch.arange(len(x))[:, None] / self.rope_factor * self.theta ** (-torch.arange(half) / half).double()
 
         def rotate(y: torch.Tensor) -> torch.Tensor:
             left, right = y[..., :half], y[..., half:]
@@ -174,6 +176,8 @@ def make_head(
     target_hidden_size: int = HIDDEN,
     inputs: tuple[int, ...] = DEFAULT_INPUTS,
     theta: float = THETA,
+    rope_factor: float = 1.0,
+    num_heads: int = HEADS,
 ) -> EagleHead:
     """Returns a random head in float64."""
     generator = torch.Generator().manual_seed(1)
@@ -191,12 +195,12 @@ def make_head(
     norms |= {f"fc_norm.{i}.weight": target_hidden_size for i in range(len(inputs))} if "fc_norm" in flags else {}
     for layer in range(num_layers):
         prefix, is_first = f"layers.{layer}.", layer == 0
-        for name, rows in (("q", HEADS * head_dim), ("k", KV_HEADS * head_dim), ("v", KV_HEADS * head_dim)):
+        for name, rows in (("q", num_heads * head_dim), ("k", KV_HEADS * head_dim), ("v", KV_HEADS * head_dim)):
             columns = 2 * HIDDEN if is_eagle3 and is_first else HIDDEN
             weights[f"{prefix}self_attn.{name}_proj.weight"] = new(rows, columns)
             if qkv_bias:
                 weights[f"{prefix}self_attn.{name}_proj.bias"] = new(rows)
-        weights[prefix + "self_attn.o_proj.weight"] = new(HIDDEN, HEADS * head_dim)
+        weights[prefix + "self_attn.o_proj.weight"] = new(HIDDEN, num_heads * head_dim)
         for name, shape in (("gate", (FFN, HIDDEN)), ("up", (FFN, HIDDEN)), ("down", (HIDDEN, FFN))):
             weights[f"{prefix}mlp.{name}_proj.weight"] = new(*shape)
         norms[prefix + "post_attention_layernorm.weight"] = HIDDEN
@@ -217,15 +221,16 @@ def make_head(
     if own_embedding:
         weights["embed_tokens.weight"] = new(VOCAB, HIDDEN, std=1.0)
     return EagleHead(
-        weights, is_eagle3, num_layers, head_dim, token_ids, frozenset(flags), inputs, theta
+        weights, is_eagle3, num_layers, head_dim, token_ids, frozenset(flags), inputs, theta, rope_factor
     )  # fmt: skip
 
 
 def llama_fields(head: EagleHead) -> dict[str, Any]:
     """Returns the fields of a head's layers, as most tools write them."""
+    num_heads = len(head.weights["layers.0.self_attn.q_proj.weight"]) // head.head_dim
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": HIDDEN,
-        "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "intermediate_size": FFN, "num_attention_heads": num_heads, "num_key_value_heads": KV_HEADS,
         "num_hidden_layers": head.num_layers, "rms_norm_eps": EPS, "rope_theta": head.theta, "vocab_size": VOCAB,
         "max_position_embeddings": 128, "tie_word_embeddings": False, "torch_dtype": "float64",
     }  # fmt: skip

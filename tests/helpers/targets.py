@@ -73,7 +73,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_target(
-    family: str = "llama", attn_implementation: str | None = None, seed: int = 0, vocab_size: int = VOCAB_SIZE
+    family: str = "llama",
+    attn_implementation: str | None = None,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = 3,
 ) -> PreTrainedModel:
     """
     Returns a tiny random target in float64, in which two orders of summation do not change an arg-max.
@@ -82,7 +86,9 @@ def make_target(
     """
     torch.manual_seed(seed)
     config = FAMILIES[family]()
-    config.vocab_size = vocab_size
+    config.vocab_size, config.num_hidden_layers = vocab_size, num_layers
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[:num_layers]
     # The eager experts are the ones that know float64.
     kwargs = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
     target = AutoModelForCausalLM.from_config(config, **{name: v for name, v in kwargs.items() if v}).double().eval()
@@ -95,6 +101,7 @@ def make_drafter(
     seed: int = 0,
     transition_rank: int = 0,
     target_layer_ids: list[int] | None = None,
+    num_layers: int = 2,
     **settings: object,
 ) -> GumihoModel:
     """
@@ -102,8 +109,10 @@ def make_drafter(
     Unless the settings say otherwise, its trees are large and it never pauses.
     """
     torch.manual_seed(seed)
-    config = {"intermediate_size": 48, "transition_rank": transition_rank, "target_layer_ids": target_layer_ids}
-    drafter = GumihoModel.from_target(target, **config).eval()
+    drafter = GumihoModel.from_target(
+        target, intermediate_size=48, transition_rank=transition_rank, target_layer_ids=target_layer_ids,
+        num_hidden_layers=num_layers,
+    ).eval()  # fmt: skip
     if drafter.layer_fusion is not None:
         torch.nn.init.normal_(drafter.layer_fusion.weight, std=0.2)
     for parameter in [*drafter.mlp.parameters(), *(drafter.transition or torch.nn.Module()).parameters()]:

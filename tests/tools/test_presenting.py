@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from commands import gumiho, refuse
-from drafting_oracle import score_of_path
+from drafting_oracle import scores_of_paths
 from targets import make_drafter, make_prompts, make_target
 from tokenizers import Tokenizer, decoders, models
 from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
@@ -304,7 +304,7 @@ def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
     assert [answer.tokens for answer in answers] == [expected] * 2
     assert logit_gap(target, prompt, answers[0], Answer([expected[0], 0])) > 0
     taken = Runner(target, 0, max_new_tokens=4).compare([PLAIN], [prompt], temperature=0.0, seed=0)
-    assert taken[0].texts == [[*prompt, *expected]]
+    assert taken[0].answers == [expected]
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
     questions = [Question("0", "all", (PROMPT,))]
     assert all(sample.equal for sample in run_benchmark(target, TOKENIZER, questions, modes, max_new_tokens=4))
@@ -479,7 +479,7 @@ def test_shown_probabilities_are_those_of_forward_passes() -> None:
                 path.append(cycle.tokens[above])
                 above = cycle.parents[above]
             with torch.no_grad():
-                score = score_of_path(target, drafter, text[:, :stop], tuple(reversed(path)))
+                score = scores_of_paths(target, drafter, text[:, :stop], torch.tensor([path[::-1]]))
             probabilities[node] = math.exp(score)
             assert cycle.path_probability(node) == pytest.approx(probabilities[node], rel=1e-3)
             of_token = probabilities[node] / probabilities[cycle.parents[node]]

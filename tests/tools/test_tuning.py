@@ -30,13 +30,13 @@ from transformers_gumiho.tools.tuning import (
     TuningArguments,
     TuningResult,
     command,
+    contest,
     describe,
-    finding,
     tune,
 )
 from transformers_gumiho.tools.tuning import trees as trees_module
+from transformers_gumiho.tools.tuning.command import find_settings
 from transformers_gumiho.tools.tuning.contest import compare
-from transformers_gumiho.tools.tuning.finding import find_settings
 from transformers_gumiho.tools.tuning.trees import list_sizes, list_trees
 
 
@@ -91,7 +91,7 @@ class PlantedMachine:
         )
         self.calls.append(Call(tree, tuple(prompt[0] for prompt in prompts), temperature, mode.settings))
         if tree is None:
-            return DecodingTime(1000 * speed, 1000, 1000, [[*prompt, 7000 + prompt[0]] for prompt in prompts])
+            return DecodingTime(1000 * speed, 1000, 1000, [[7000 + prompt[0]] for prompt in prompts])
         busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
         num_cycles = round(1000 / self.tau(tree))
         sampling = 1.5 if temperature else 1.0
@@ -193,7 +193,7 @@ def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest
     gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
     monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
-    monkeypatch.setattr(finding, "num_counted", lambda _: 24)
+    monkeypatch.setattr(contest, "num_counted", lambda _: 24)
     result = find(machine, replace(OWN, vocabulary="own"), batch_sizes=[1], tune_vocabulary=True)
     counted = [call for call in machine.calls if call.tree is not None and call.tree.vocabulary == "counted"]
     competed = [call for call in counted if call.prompts[0] < 12]
@@ -256,11 +256,11 @@ class Listening(Runner):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.compared: list[list[DecodingTime]] = []
+        self.compared: list[tuple[Any, list[DecodingTime]]] = []
 
-    def compare(self, *args: Any, **kwargs: Any) -> list[DecodingTime]:
-        self.compared.append(super().compare(*args, **kwargs))
-        return self.compared[-1]
+    def compare(self, modes: Any, prompts: Any, *args: Any, **kwargs: Any) -> list[DecodingTime]:
+        self.compared.append((prompts, super().compare(modes, prompts, *args, **kwargs)))
+        return self.compared[-1][1]
 
 
 def listen(
@@ -272,9 +272,9 @@ def listen(
     **options: Any,
 ) -> Listening:
     """Returns what measured a tree, with texts of this length."""
-    monkeypatch.setattr(finding, "ROUNDS", (2,))
-    monkeypatch.setattr(finding, "FINAL_TURNS", 1)
-    for module in (finding, trees_module):
+    monkeypatch.setattr(contest, "ROUNDS", (2,))
+    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
+    for module in (contest, trees_module):
         monkeypatch.setattr(module, "num_counted", lambda _: 3)
     runner = Listening(target, 0, length)
     prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
@@ -289,17 +289,16 @@ def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) 
     tree = Tree(2, 2, 2, 0.5, "own")
     compared = listen(monkeypatch, target, drafter, tree, 9, batch_sizes=[1, 3]).compared
     # The tree, with three vocabularies, in two sizes, and its final.
-    assert [len(taken[0].texts) for taken in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
-    assert [len(taken) - 1 for taken in compared] == [1, 1, 3, 3, 2, 2, 1, 1, 1, 1]
-    for plain, *drafted in compared[:6]:
-        for text in plain.texts:
-            asked = torch.tensor([text[:-9]])
-            given = {"input_ids": asked, "attention_mask": asked.ne(0).long()}
-            assert target.generate(**given, max_new_tokens=9, do_sample=False)[0].tolist() == text
+    assert [len(prompts) for prompts, _ in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
+    assert [len(taken) - 1 for _, taken in compared] == [1, 1, 3, 3, 2, 2, 1, 1, 1, 1]
+    for prompts, (plain, *drafted) in compared[:6]:
+        for prompt, answer in zip(prompts, plain.answers, strict=True):
+            text = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0].tolist()
+            assert text == [*prompt, *answer]
         assert (plain.num_tokens, plain.num_passes) == (8, 8)
         for taken in drafted:
-            assert taken.texts == plain.texts
-            assert taken.num_tokens == 8
+            assert taken.answers == plain.answers
+            assert taken.num_tokens in (7, 8), "one less where the last cycle drafted nothing"
             assert 0 < taken.num_passes <= 8
             assert taken.seconds > 0
     assert drafter.generation_config.to_dict() == before
@@ -358,8 +357,8 @@ def test_command_keeps_the_settings_with_the_drafter(
     # Each tree takes seconds.
     monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._SHAPES", ((6, 2),))
     monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._NUM_SIZES", 2)
-    monkeypatch.setattr(finding, "ROUNDS", (1,))
-    monkeypatch.setattr(finding, "FINAL_TURNS", 1)
+    monkeypatch.setattr(contest, "ROUNDS", (1,))
+    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]
     command = [

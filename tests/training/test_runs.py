@@ -75,11 +75,14 @@ def assert_same_drafter(first: Path, second: Path) -> None:
         (["--per_device_train_batch_size", 4], "rows_per_step (2, now 4)"),
         (["--max_steps", 3], "max_steps (4, now 3)"),
         (["--transition_rank", 8], "transition_rank (64, now 8)"),
+        (["--num_parallel_heads", 2], "num_parallel_heads (5, now 2)"),
         (["--max_length", 300], "max_length (256, now 300)"),
         (["--features_dtype", "float32"], "dtype (bfloat16, now float32)"),
         (["--max_new_tokens", 13], "max_new_tokens (12, now 13). Give these values again, or begin anew with"),
         (["--num_rows", 30], "data ("),
         (["--cache_features", "false"], "cache_features (true, now false)"),
+        (["--dataloader_drop_last"], "dataloader_drop_last (False, now True)"),
+        (["--metric_for_best_model", "eval_loss"], "metric_for_best_model (eval_expected_acceptance_length, now "),
     ],
 )  # fmt: skip
 def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: list[object], message: str) -> None:
@@ -97,6 +100,7 @@ def test_what_cannot_change_the_drafter_may_change(
     shutil.copytree(folder / "target", folder / "copy")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it loads the target"))
     words = ["--logging_steps", 3, "--eval_steps", 1, "--dataloader_num_workers", 1, "--save_total_limit", 3]
+    words += ["--num_parallel_heads", 5]  # as it is by default
     gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
     assert capsys.readouterr().out.count("finished before") == 4  # two stages, and two phases of the third
 
@@ -170,6 +174,66 @@ def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
     assert_same_drafter(whole, tmp_path / "stopped")
 
 
+@pytest.mark.parametrize("how", ["gone", "cut"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "work/features/shard-00000.safetensors", "work/held_out/cache.json"]
+)
+def test_a_finished_run_makes_again_what_is_missing(
+    folder: Path, whole: Path, file: str, how: str, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / file
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:40])
+    run = command(folder, str(tmp_path / "run"), *UP_TO_TRAINING)
+    gumiho(*run)
+    if file.startswith("work"):
+        found, expected = (FeatureDataset((path / file).parent) for path in (tmp_path / "run", whole))
+        for row, other in zip(found, expected, strict=True):
+            assert all(torch.equal(row[name], other[name]) for name in other)
+    elif how == "gone":
+        assert_same_drafter(tmp_path / "run", whole)
+    (tmp_path / "run/work/serial/model.safetensors").write_bytes(b"cut")
+    refuse("work/serial/model.safetensors' is damaged", *run)
+
+
+def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "both")
+    gumiho(*command(folder, str(tmp_path / "both"), *UP_TO_TRAINING, "--recipe", "published", "--packing", "false"))
+    assert weights_of(tmp_path / "both").keys() != weights_of(whole).keys()
+    gumiho(*command(folder, str(tmp_path / "both"), *UP_TO_TRAINING))
+    assert_same_drafter(tmp_path / "both", whole)
+
+
+@pytest.mark.parametrize("at_its_end", [False, True])
+def test_a_folder_that_was_moved_goes_on_to_the_same_drafter(
+    folder: Path, at_its_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the best checkpoint is one from before, and where all steps were taken and no result was kept."""
+    words = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
+    gumiho(*command(folder, str(tmp_path / "whole"), *words))
+    state = json.loads((tmp_path / "whole/work/published/trainer_state.json").read_text())
+    assert not state["best_model_checkpoint"].endswith("checkpoint-4")
+    name = "save_model" if at_its_end else "training_step"
+    real, calls = getattr(GumihoTrainer, name), []
+
+    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if not args if at_its_end else len(calls) > 3:
+            raise KeyboardInterrupt
+        return real(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GumihoTrainer, name, stop)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*command(folder, str(tmp_path / "stopped"), *words))
+    shutil.move(tmp_path / "stopped", tmp_path / "moved")
+    gumiho(*command(folder, str(tmp_path / "moved"), *words))
+    assert_same_drafter(tmp_path / "moved", tmp_path / "whole")
+
+
 def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path, whole: Path) -> None:
     """And its own best is the drafter; of its checkpoints, the best and the last stay."""
     for phase in ("serial", "heads"):
@@ -230,11 +294,9 @@ def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Pa
         "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
     ]  # fmt: skip
     words = [*command(folder, "together"), "--per_device_train_batch_size", 1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        [*launch, "-m", "transformers_gumiho.cli", *map(str, words)], env=environment, capture_output=True, text=True,
-        timeout=1800, check=False,
-    )  # fmt: skip
+        [*launch, "-m", "transformers_gumiho.cli", *map(str, words)], capture_output=True, text=True, timeout=1800
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("[5/5] evaluate") == 1
     for phase in ("serial", "heads"):
@@ -329,6 +391,15 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
     refuse("has the part 'gpu'. Its parts are everywhere, accelerator, cpu", *run)
+    for text in ("- num_rows", "cpu: 7", "cpu:\n- num_rows: 7\n"):
+        file.write_text(text)
+        refuse("has no parts with options. Its parts are everywhere, accelerator, cpu", *run)
+    as_yaml = "{num_rows: 4, cache_features: false, stages: train, chat_template_kwargs: {quick: true}}"
+    file.write_text(f"cpu: {as_yaml}")
+    gumiho(*run)
+    output = capsys.readouterr().out
+    assert "4 rows of data" in output
+    assert "features " not in output
 
 
 def test_what_is_given_decides_the_other_defaults(

@@ -89,13 +89,8 @@ def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path
     for trainer in trainers:
         trainer.model.load_state_dict(trainers[0].model.state_dict())
     assert trainers[1].evaluate()["eval_loss"] == pytest.approx(trainers[2].evaluate()["eval_loss"], rel=1e-5)
-    collators = {
-        "`assistant_only_loss=False` is carried out by a GumihoDataCollator": (lambda rows: rows[0], False),
-        "counts the prompts, in evaluations, too": (GumihoDataCollator(assistant_only_loss=False), True),
-    }
-    for message, (collator, answers_only) in collators.items():
-        with pytest.raises(ValueError, match=message):
-            make_trainer(target, tmp_path, data_collator=collator, assistant_only_loss=answers_only)
+    with pytest.raises(ValueError, match="`assistant_only_loss=False` is carried out by a GumihoDataCollator"):
+        make_trainer(target, tmp_path, data_collator=lambda rows: rows[0], assistant_only_loss=False)
 
 
 class CountingCollator(GumihoDataCollator):
@@ -150,9 +145,12 @@ def test_settings_that_save_memory_or_time_do_not_change_the_training(
     target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     unroll = {"unroll_serial_head": settings.get("unroll_serial_head", False)}
+    rows = [row for row in make_rows() if len(row["input_ids"]) == 16]  # of other lengths, other graphs are compiled
     curves = []
     for changed in (settings, unroll):
-        trainer = make_trainer(target, tmp_path, **changed)
+        torch.manual_seed(0)
+        drafter = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=2, num_residual_blocks=1)
+        trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, **changed)
         trainer.train()
         curves.append(losses_of(trainer))
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)

@@ -1,5 +1,6 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, load_dataset
 from training_data import (
     CHATML,
     DEMO_TARGET,
@@ -29,6 +30,7 @@ from transformers_gumiho.training import (
     load_conversations,
     prepare_dataset,
 )
+from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
 
@@ -61,11 +63,13 @@ def texts_that_count(row: dict[str, Any], template: str | None = CHATML) -> list
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-@pytest.mark.parametrize("form", ["messages", "conversations", "prompt_completion"])
+@pytest.mark.parametrize("form", ["messages", "conversations", "conversation", "system", "prompt_completion"])
 def test_exactly_the_assistants_tokens_count(form: str, template: str, config: PreTrainedConfig) -> None:
     row = {
         "messages": {"messages": MESSAGES},
         "conversations": {"conversations": SHAREGPT},
+        "conversation": {"conversation": json.dumps(MESSAGES), "system": "There is one."},
+        "system": {"conversations": SHAREGPT[1:], "system": MESSAGES[0]["content"]},
         "prompt_completion": {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]},
     }[form]
     rows, report = prepare([row], config, template)
@@ -124,6 +128,7 @@ def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig)
 BROKEN = {
     "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
+    '{"text": "half of \\ud83d"}': "is not JSON, or not UTF-8",
     '{"messages": "hello"}': "its conversation is not a list",
     '{"messages": []}': "its conversation is not a list",
     '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
@@ -136,6 +141,14 @@ BROKEN = {
     '{"prompt": "x", "completion": ""}': "the assistant says nothing",
     '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
     '{"text": ""}': "has none of `messages`",
+    '{"messages": [{"role": "user", "content": [{"text": 5}]}]}': "the content of a message is not text",
+    '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}': "it: integer division",
+    '{"prompt": "x", "completion": "y", "tools": "none"}': "its `tools` are no list of objects",
+    '{"prompt": "x", "completion": "y", "documents": ["a page"]}': "its `documents` are no list of objects",
+    '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "its `chat_template_kwargs` are no object",
+    '{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}': "its `tool_calls` are no list of objects",
+    '{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}': "a tool call has no function",
+    '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `generati",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}, '
     '{"role": "assistant", "content": "z"}]}': "the chat template refuses it: roles must alternate",
 }
@@ -151,7 +164,8 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         name = str(tmp_path)
         (tmp_path / "b.jsonl").write_bytes(json.dumps(good).encode() + b"\n\n  \n")  # blank lines are no rows
     dataset = load_conversations(name)
-    rows, report = prepare_dataset(dataset, make_tokenizer(STRICT), config, max_length=256, packing=False)
+    template = STRICT + "{% if 1 // messages[0].content | length %}{% endif %}"
+    rows, report = prepare_dataset(dataset, make_tokenizer(template), config, max_length=256, packing=False)
     rows = list(rows)
     assert rows[0] == rows[1]
     assert len(rows) == report.num_texts == 2
@@ -199,11 +213,20 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     dataset.to_json(tmp_path / "data.jsonl")
     (tmp_path / "data.json").write_text(json.dumps([{"conversations": SHAREGPT}] * 3))
     dataset.save_to_disk(tmp_path / "folder")
+    Dataset.from_dict({"messages": [json.dumps(MESSAGES)] * 3}).to_csv(tmp_path / "data.csv")
+    (tmp_path / "DATA.JSONL").write_text((tmp_path / "data.jsonl").read_text())
+    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
+    cached = load_dataset("parquet", data_files=str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "cache"))
+    names = [Path(cached["train"].cache_files[0]["filename"]).parent]
+    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL", "data.jsonl.gz"]
     results = [
         list(prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=256)[0])
-        for name in ("data.parquet", "data.jsonl", "data.json", "folder")
+        for name in names
     ]
     assert all(result == results[0] for result in results)
+    (tmp_path / "data.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"data.txt' is none of \.jsonl, \.json, \.parquet, \.csv\. Convert it"):
+        load_conversations(str(tmp_path / "data.txt"))
     with pytest.raises(FileNotFoundError, match="There is no file"):
         load_conversations(str(tmp_path / "missing.jsonl"))
     (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
@@ -357,8 +380,9 @@ def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: Pre
     assert texts_that_count(rows[0]) == ["list_paths(path=a.py)<|endoftext|>", "import os<|endoftext|>"]
 
 
-def test_a_leading_answer_is_left_out_and_counted(config: PreTrainedConfig) -> None:
-    (row,), report = prepare([{"messages": MESSAGES[2:]}], config)
+@pytest.mark.parametrize("number", [1, 2])
+def test_leading_answers_are_left_out_and_counted(number: int, config: PreTrainedConfig) -> None:
+    (row,), report = prepare([{"messages": MESSAGES[2:3] * number + MESSAGES[3:]}], config)
     assert row["input_ids"] == make_tokenizer().apply_chat_template(MESSAGES[3:], return_dict=True)["input_ids"]
     assert report.num_dropped == 1
     assert "1 conversations begin with an answer" in str(report)
@@ -444,7 +468,7 @@ def test_packed_rows_and_others_share_a_batch() -> None:
     for rows in ([packed, alone], [alone, packed]):
         batch = GumihoDataCollator()(rows)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
-        everything = GumihoDataCollator(assistant_only_loss=False)(rows)
+        everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 
 

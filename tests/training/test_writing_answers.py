@@ -107,6 +107,7 @@ def test_training_reads_the_tokens_that_the_target_wrote(tmp_path: Path, templat
     rows: list[dict[str, Any]] = [{"messages": MESSAGES[index % 2 :]} for index in range(6)]
     if template is None:
         rows = [{"prompt": f"import {name}", "completion": "x"} for name in ("os", "re", "sys", "abc")]
+        rows.append({"text": "名前" * 20})  # whose prompt ends within a character
     lines = regenerate(
         rows, target, tmp_path / "a.jsonl", tokenizer=tokenizer, max_new_tokens=12, max_length=400,
         sampling=ALL_SAMPLED, batch_size=3,
@@ -130,7 +131,8 @@ def answers_of(ids: list[int], mask: list[int]) -> Iterator[tuple[list[int], lis
 def test_the_row_gives_its_template_tools_and_arguments(target: PreTrainedModel, tmp_path: Path) -> None:
     """Those of the row come before those of the command, and the history may lack marks that a template refuses."""
     template = (
-        "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% if quick %}quick\n{% endif %}{% for m in messages %}"
+        "\n{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% if quick %}quick\n{% endif %}"
+        "{% for m in messages %}"
         "{% if m.role == 'assistant' and '<|endoftext|>' in m.content %}{{ raise_exception('a mark') }}{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
@@ -139,7 +141,7 @@ def test_the_row_gives_its_template_tools_and_arguments(target: PreTrainedModel,
     settings: dict[str, Any] = {"max_new_tokens": 4, "max_length": 100, "chat_template_kwargs": {"quick": True}}
     found = regenerate(rows, target, tmp_path / "a.jsonl", template, **settings)
     read_by_it = [make_tokenizer().decode(row["generations"][0]["prompt_ids"]) for row in found]
-    assert read_by_it == [f"tools {json.dumps(tools)}\nquick\nuser: os?\n", "user: re?\n"]
+    assert read_by_it == [f"\ntools {json.dumps(tools)}\nquick\nuser: os?\n", "\nuser: re?\n"]
     assert found[0]["tools"] == tools
     assert found[1]["chat_template_kwargs"] == {"quick": False}
     marked = make_chat_target()
@@ -153,12 +155,14 @@ def test_the_row_gives_its_template_tools_and_arguments(target: PreTrainedModel,
 # In float64, eager attention makes NaN of padding's scores.
 @pytest.mark.parametrize("family", ["llama", "phi3_sliding", "qwen2_mixed", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("sampling", [None, Sampling(1.3, 0.9), Sampling(0.9, 1.0, 7)])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
 def test_nothing_beside_a_row_changes_it(
-    family: str, sampling: Sampling | None, monkeypatch: pytest.MonkeyPatch
+    family: str, sampling: Sampling | None, penalty: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not its tokens, greedy or sampled, and not its limit, also when other rows have left the batch."""
     monkeypatch.setattr(local, "_NUM_TOKENS", 3)
     engine = LocalEngine(make_target(family))
+    engine.target.generation_config.repetition_penalty = penalty
     engine.ends = frozenset({6})
     prompts, limits = [[3, 1, 4, 1, 5], [3, 1, 4, 2], [3] * 9, [1]], [20, 4, 20, 17]
     requests = [Request(p, n, sampling, seed) for seed, (p, n) in enumerate(zip(prompts, limits, strict=True))]
@@ -234,7 +238,9 @@ def test_a_share_is_sampled_as_the_target_samples(target: PreTrainedModel, tmp_p
     [
         {"return_dict_in_generate": True, "output_scores": True}, {"num_beams": 3},
         {"num_return_sequences": 2, "do_sample": True}, {"do_sample": True, "temperature": 5.0, "top_k": 3},
-        {"min_new_tokens": 2, "max_time": 1e-9},
+        {"min_new_tokens": 2, "max_time": 1e-9}, {"use_cache": False}, {"cache_implementation": "static"},
+        {"min_length": 60}, {"forced_eos_token_id": 5}, {"begin_suppress_tokens": [*range(500)]},
+        {"exponential_decay_length_penalty": (1, 90.0)},
     ],
 )  # fmt: skip
 def test_the_targets_own_config_does_not_break_writing(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
+from commands import gumiho
 from datasets import Dataset
 from full_disk import disk_of, no_room
 from training_data import DEMO_TARGET, write_jsonl
@@ -105,6 +106,16 @@ def test_a_full_disk_keeps_what_was_written(
     assert path.read_bytes() == b"".join(whole[write])
 
 
+@pytest.mark.parametrize("lines", ['{"prompt": "x"}\n{"prompt"', "[1]\n", "\x00\x00\n", '{"row": 0}\n{"ro\n'])
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_file_of_something_else_is_left_as_it_is(write: Any, lines: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=r"a.jsonl' holds a line that is damaged, or that this command did not write"):
+        write(tmp_path / "a.jsonl")
+    assert (tmp_path / "a.jsonl").read_text() == lines
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+
+
 def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, beside = tmp_path / "a.jsonl", tmp_path / "a.jsonl.settings.json"
     with monkeypatch.context() as patch:
@@ -137,9 +148,9 @@ main()
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--main_process_port", "0"]
 
 
-@pytest.mark.parametrize("data", ["questions.jsonl", "none"])
-def test_several_processes_write_what_one_writes(data: str, tmp_path: Path) -> None:
-    """By the commands, also when one of them is killed, and another number of processes goes on."""
+@pytest.mark.parametrize(("data", "number_after"), [("questions.jsonl", 3), ("none", 1)])
+def test_several_processes_write_what_one_writes(data: str, number_after: int, tmp_path: Path) -> None:
+    """By the command. One of two is killed, and another number of processes goes on."""
     (tmp_path / "run.py").write_text(RUN)
     write_jsonl(tmp_path / "questions.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
     target = DEMO_TARGET if data != "none" else tmp_path / "chats"
@@ -150,19 +161,15 @@ def test_several_processes_write_what_one_writes(data: str, tmp_path: Path) -> N
         "--writing_batch_size", 2, "--target_dtype", "float32", "--sampled_share", 0.5, "--num_prompts", 9,
         "--max_prompt_tokens", 40,
     ]  # fmt: skip
-    runs = {
-        "one": [(1, 99, ["data", "--output_file", tmp_path / "one.jsonl"])],
-        "two": [(2, 99, ["train", "--stages", "write", "--output_dir", tmp_path / "two"])],
-        "killed": [(n, k, ["data", "--output_file", tmp_path / "killed.jsonl"]) for n, k in ((2, 3), (3, 99))],
-    }
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    for starts in runs.values():
-        for number, num_rows, words in starts:
-            launch = [*LAUNCH, "--num_processes", number] if number > 1 else []
-            command = [sys.executable, *launch, tmp_path / "run.py", num_rows, *words, *shared]
-            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
-            assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
-    answers = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in ("one", "killed")}
-    assert len(answers["one"].splitlines()) == (9 if data == "none" else 17)
-    assert (tmp_path / "two" / "work" / "answers.jsonl").read_bytes() == answers["one"] == answers["killed"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for file, number, num_rows in (("one", 1, 99), ("several", 2, 3), ("several", number_after, 99)):
+        words = ["data", "--output_file", tmp_path / f"{file}.jsonl", *shared]
+        if number == 1:
+            gumiho(*words)
+            continue
+        command = [sys.executable, *LAUNCH, "--num_processes", number, tmp_path / "run.py", num_rows, *words]
+        process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
+        assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
+    one, several = ((tmp_path / f"{file}.jsonl").read_bytes() for file in ("one", "several"))
+    assert len(one.splitlines()) == (9 if data == "none" else 17)
+    assert several == one

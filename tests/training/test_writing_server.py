@@ -30,6 +30,7 @@ from transformers_gumiho.training import (
     WritingSettings,
     regenerate_dataset,
 )
+from transformers_gumiho.training.writing import row_file
 from transformers_gumiho.training.writing.requests import Request
 
 
@@ -222,10 +223,11 @@ def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Pa
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_row_is_skipped_with_the_servers_words(
-    serve: Callable[..., Server], tmp_path: Path, status: int
+    serve: Callable[..., Server], tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are written, and it is not asked again; where all are refused, the run stops."""
     refused, path = QUESTIONS[1]["prompt"], tmp_path / "a.jsonl"
+    monkeypatch.setattr(row_file, "_ROWS_AT_A_SERVER", 1)
 
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
         is_long = refused in TOKENIZER.decode(body["prompt"])
@@ -269,10 +271,28 @@ def test_nonsense_costs_its_row_alone(
     assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
 
 
-def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Server], tmp_path: Path) -> None:
+def find_nowhere() -> str:
+    """An address at which no server listens."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        nowhere = f"http://localhost:{free.getsockname()[1]}"
+        return f"http://localhost:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_where_one_server_fails_the_others_go_on(
+    serve: Callable[..., Server], tmp_path: Path, answers: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = serve(lambda *_: (503, {"error": "busy"}), {"retry-after-ms": "10"})
+    fails, works = busy.url if answers else find_nowhere(), serve(by_ids).url
+    rows = write(make_engine([fails, works], max_retries=1), tmp_path / "a.jsonl")
+    assert all("messages" in row for row in rows)
+    assert capsys.readouterr().out.count("The other servers go on.") == 1
+    with pytest.raises(EndpointError, match=r"(refuses \(503\)|does not answer).*run this again to continue"):
+        write(make_engine([fails, find_nowhere()], max_retries=1), tmp_path / "b.jsonl")
+
+
+def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Server], tmp_path: Path) -> None:
+    nowhere = find_nowhere()
     with pytest.raises(EndpointError, match=r"does not answer: .*refused.*run this again"):
         write(make_engine(nowhere, max_retries=1), tmp_path / "a.jsonl")
     assert len(write(make_engine(serve(by_ids).url), tmp_path / "a.jsonl")) == len(QUESTIONS)
@@ -297,7 +317,6 @@ class TransformersServe:
         self.process = subprocess.Popen(
             [*command, "--device", "cpu", "--dtype", "float32"],
             stdout=log.open("a"), stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         self._wait_until_ready()
 

@@ -37,15 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "training.writing": {"files", "internals", "model", "generation.verification", "training.data"},
     "training.recipe": {"files", "model", "training", "training.data", "training.writing"},
     "tools.metrics": set(),
-    "tools.pairs": {"model", "generation.verification", "generation.drafting"},
-    "tools.measuring": {
-        "files",
-        "internals",
-        "model",
-        "generation",
-        "generation.verification",
-        "generation.drafting",
-    },
+    "tools.pairs": {"model", "generation.verification"},
+    "tools.measuring": {"files", "model", "generation", "generation.verification", "generation.drafting"},
     "tools.benchmarking": {
         "files",
         "internals",
@@ -55,16 +48,8 @@ ROOMS: dict[str, set[str]] = {
         "tools.metrics",
         "tools.pairs",
     },
-    "tools.tuning": {
-        "model",
-        "generation.verification",
-        "generation.drafting",
-        "tools.benchmarking",
-        "tools.measuring",
-        "tools.pairs",
-    },
+    "tools.tuning": {"model", "generation.verification", "tools.measuring", "tools.pairs"},
     "tools.presenting": {
-        "internals",
         "model",
         "generation",
         "generation.tree",
@@ -77,15 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "vllm": {"model"},
     "custom_generation": {"internals", "model", "generation", "training"},
     "__init__": {"internals", "model", "generation", "generation.verification", "generation.drafting", "training"},
-    "cli": {
-        "__version__",
-        "internals",
-        "training.recipe",
-        "tools",
-        "tools.benchmarking",
-        "tools.presenting",
-        "tools.tuning",
-    },
+    "cli": {"training.recipe", "tools", "tools.benchmarking", "tools.presenting", "tools.tuning"},
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draft_trees import paths_of
-from drafting_oracle import make_generator, score_of_path, states_of
+from drafting_oracle import make_generator, scores_of_paths, states_of
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from transformers import (
     AutoModelForCausalLM,
@@ -47,17 +47,18 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def check_scores(target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, tree: DraftTree, row: int) -> None:
-    """The paths of a row are the best of all recombinations, when every serial token is kept."""
-    depth = drafter.generation_config.tree_depth
-    scores = {
-        path: score_of_path(target, drafter, ids, path)
-        for length in range(1, depth + 1)
-        for path in itertools.product(range(target.config.vocab_size), repeat=length)
-    }
+def check_scores(
+    target: PreTrainedModel, drafter: GumihoModel, ids: torch.Tensor, tree: DraftTree, *noise: Any
+) -> None:
+    """The paths are the best of all recombinations, when every serial token is kept."""
+    scores: dict[tuple[int, ...], float] = {}
+    for length in range(1, drafter.generation_config.tree_depth + 1):
+        paths = [*itertools.product(range(target.config.vocab_size), repeat=length)]
+        found = scores_of_paths(target, drafter, ids, torch.tensor(paths), *noise)
+        scores |= dict(zip(paths, found.tolist(), strict=True))
     expected = sorted(scores.values(), reverse=True)[: tree.tokens.shape[1] - 1]
-    torch.testing.assert_close([scores[path] for path in paths_of(tree, row)], expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(tree.scores[row].tolist(), [0.0, *expected], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close([scores[path] for path in paths_of(tree, 0)], expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(tree.scores[0].tolist(), [0.0, *expected], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("transition_rank", [0, 3])
@@ -95,7 +96,7 @@ def test_tree_holds_the_best_paths_of_all_recombinations(
             tree = generator.draft_tree(
                 CommittedTokens(tokens, states[:, places], positions[:, places], lengths_of_rows)
             )
-        check_scores(target, drafter, row_ids, tree, 0)
+        check_scores(target, drafter, row_ids, tree)
 
 
 @pytest.mark.parametrize("transition_rank", [0, 3])
@@ -118,11 +119,7 @@ def test_paths_are_scored_under_noise_whatever_the_order_of_the_draft_vocabulary
     generator = make_generator(target, drafter, 1, noise[None], 0.7, torch.tensor([2, 0, 3, 1]))
     states, positions = states_of(target, ids)[:, :-1], torch.arange(5)[None]
     tree = generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5]))
-    paths = [path for length in range(1, 5) for path in itertools.product(range(4), repeat=length)]
-    scores = {path: score_of_path(target, drafter, ids, path, noise, 0.7) for path in paths}
-    expected = sorted(scores.values(), reverse=True)[:60]
-    torch.testing.assert_close([scores[path] for path in paths_of(tree, 0)], expected, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(tree.scores[0, 1:].tolist(), expected, atol=1e-4, rtol=1e-5)
+    check_scores(target, drafter, ids, tree, noise, 0.7)
 
 
 def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:

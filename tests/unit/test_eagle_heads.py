@@ -86,6 +86,12 @@ EAGLE1: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
         lambda f: {"model_type": "eagle", "model": f, "eagle_fc_bias": True, "truncated_vocab_size": VOCAB},
         {"prefix": "model."},
     ),
+    "vllm_fields_beside_the_layers": (
+        {"own_embedding": True},
+        lambda f: {"model_type": "eagle", "model": without(f, "rope_theta"), "rope_theta": f["rope_theta"]},
+        {},
+    ),
+    "mixtral": ({"own_embedding": True}, lambda f: f | {"model_type": "mixtral"}, {}),
     "two_layers": ({"num_layers": 2, "own_embedding": True}, dict, {"form": "safetensors"}),
     "no_rope_theta": ({"theta": 10000.0, "own_embedding": True}, lambda f: without(f, "rope_theta"), {}),
 }
@@ -128,8 +134,20 @@ EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "inputs_in_any_order": (SMALL | {"inputs": (3, 5, 6)}, lambda f: bare(f) | {AUX: [6, 3, 5]}, {"midlayer": True}),
     "last_layer": (SMALL | {"inputs": LAST}, lambda f: bare(f) | {AUX: list(LAST)}, {"midlayer": True}),
     "two_states": (SMALL | {"inputs": (3, 6)}, lambda f: bare(f) | {AUX: [3, 6]}, {"midlayer": True}),
+    "nulls_say_nothing": (
+        SMALL | {"inputs": (3, 5, 6), "flags": ("fc_norm",)},
+        lambda f: bare(f) | {AUX: [3, 5, 6], "fc_norm": None, "eagle_config": {AUX: None, "norm_before_fc": None}}, {},
+    ),
+    "nulls_beside_the_layers": (
+        SMALL | {"inputs": (3, 5, 6)},
+        lambda f: {"model_type": "eagle", "model": bare(f) | {"eagle_config": {AUX: [3, 5, 6]}}, AUX: [],
+                   "eagle_config": None}, {},
+    ),
+    "one_set_counted_twice": (
+        SMALL | {"inputs": (2, 4, 6)}, lambda f: bare(f) | {AUX: [2, 4, 6], "eagle_config": {AUX: [1, 3, 5]}}, {},
+    ),
     "qwen3": (
-        SPECULATORS | {"qk_norm": True, "head_dim": 16},
+        SPECULATORS | {"qk_norm": True, "head_dim": 16, "num_heads": 6},
         lambda f: of_speculators(f | {"head_dim": 16}, kind="qwen3"), {"form": "safetensors"},
     ),
     "qwen3_named_by_tensors": (SPECULATORS | {"qk_norm": True, "num_layers": 2}, of_speculators, {}),
@@ -155,6 +173,13 @@ EAGLE3: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "rope_parameters": (
         SMALL, lambda f: bare(without(f, "rope_theta")) | {"rope_parameters": {"rope_theta": f["rope_theta"],
                                                                                "rope_type": "default"}}, {},
+    ),
+    "rope_in_two_fields": (
+        SMALL | {"rope_factor": 4.0},
+        lambda f: bare(without(f, "rope_theta")) | {
+            "rope_parameters": {"rope_theta": f["rope_theta"], "rope_type": "default"},
+            "rope_scaling": {"type": "linear", "factor": 4.0},
+        }, {},
     ),
 }  # fmt: skip
 CASES = {f"eagle1-{name}": (False, *case) for name, case in EAGLE1.items()}
@@ -214,6 +239,18 @@ def test_layers_are_logged_and_can_be_replaced(
         small.generate(IDS[None], assistant_model=load(tmp_path), max_new_tokens=4)
 
 
+def test_the_length_that_a_rotary_embedding_was_trained_for(tmp_path: Path) -> None:
+    """It may be in the object of the embedding, or beside it, as for Phi."""
+    head, scaling = make_head(True), {"rope_type": "yarn", "factor": 4.0}
+    length = {"original_max_position_embeddings": 32}
+    for name, changes in (
+        ("within", {"rope_scaling": scaling | length}),
+        ("beside", {"rope_scaling": scaling, **length}),
+    ):
+        config = GumihoConfig.from_pretrained(write_head(tmp_path / name, head, llama_fields(head) | changes))
+        assert config.model.rope_parameters == {"rope_theta": head.theta, **scaling, **length}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -236,21 +273,56 @@ def test_doubtful_fields_are_logged(
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     # Tensors that are added, and fields that are changed.
     "mla": (True, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, r"multi-head latent attention \(MLA\)"),
+    "mla_within_vllms": (True, {"model": {"architectures": ["DeepseekV3ForCausalLM"]}}, r"attention \(MLA\)"),
     "mla_by_tensors": ("layers.0.self_attn.kv_b_proj.weight", {}, r"multi-head latent attention \(MLA\)"),
     "peagle": ("mask_hidden", {}, "a P-EAGLE head, which drafts in parallel"),
     "peagle_speculators": (True, {"speculators_model_type": "peagle"}, "a P-EAGLE head"),
     "medusa": (False, {"medusa_num_heads": 4}, "is Medusa heads"),
+    "medusa_by_tensors": ("0.0.linear.weight", {}, "is Medusa heads"),
     "hydra": (False, {"architectures": ["HydraModel"]}, "is Hydra heads"),
     "dflash": (True, {"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
     "mtp": (True, {"model_type": "deepseek_mtp"}, r"multi-token prediction \(MTP\)"),
     "mtp_by_tensors": ("layers.0.eh_proj.weight", {"model_type": "other"}, r"multi-token prediction \(MTP\)"),
     "gemma": (True, {"architectures": ["Gemma2ForCausalLM"]}, "the architecture 'Gemma2ForCausalLM', whose norms"),
+    "gemma_type": (True, {"architectures": None, "model_type": "gemma2"}, "with layers of the type 'gemma2'"),
+    "gemma_within_vllms": (
+        True,
+        {"architectures": ["Eagle3LlamaForCausalLM"], "model": {"architectures": ["Gemma2ForCausalLM"]}},
+        "the architecture 'Gemma2ForCausalLM'",
+    ),
+    "speculators_type": (
+        True,
+        {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3_5_text"}},
+        "with layers of the type 'qwen3_5_text'",
+    ),
     "mlp_speculator": (False, {"model_type": "mlp_speculator"}, "an MLP speculator"),
     "mrope": (True, {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, r"rotary embedding \(mrope\)"),
+    "use_mrope": (True, {"use_mrope": True}, r"rotary embedding \(mrope\)"),
+    "rope_type": (
+        True,
+        {"rope_scaling": {"type": "su", "factor": 2.0}},
+        "a rotary embedding that is not known: .*'su'",
+    ),
+    "rope_of_each_kind": (
+        True,
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        "embedding that is not known: .*full_atten",
+    ),
     "para_norm": (False, {"add_para_norm": True}, "with `add_para_norm`, two norms before `fc`"),
     "para_norm_by_tensors": ("enorm.weight", {}, "with `add_para_norm`"),
     "no_aux": (True, {"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state: false`"),
     "embedding_layer": (True, {AUX: [0, 4, 5]}, r"reads the target's embedding \(layer 0"),
+    "layers_elsewhere": (
+        True,
+        {"aux_layer_indices": [3, 5, 6]},
+        "it reads in `aux_layer_indices`, and not in `eagle_",
+    ),
+    "layers_elsewhere_nested": (True, {"eagle_config": {"layer_ids": [3, 5, 6]}}, "it reads in `layer_ids`, and not"),
+    "two_sets_of_layers": (
+        True,
+        {AUX: [2, 4, 6], "eagle_config": {AUX: [3, 5, 6]}},
+        r"several sets of layers .*1, 3, 5.*2, 4, 5",
+    ),
     "sliding": (True, {"layer_types": ["sliding_attention"]}, "with a sliding window"),
     "mistral": (False, {"model_type": "mistral"}, "an EAGLE-1 head with layers of the type 'mistral'"),
     "mistral_architecture": (
@@ -259,6 +331,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "architecture 'EagleMistral",
     ),
     "cohere": (False, {"model_type": "cohere", "logit_scale": 0.0625}, "scales its states .`logit_scale` is 0.0625"),
+    "clip": (True, {"clip_qkv": 6.0}, "scales its states .`clip_qkv` is 6.0"),
     "minicpm": (False, {"model_type": "minicpm", "scale_emb": 12}, "scales its states .`scale_emb` is 12"),
     "final_norm": ("norm.weight", {}, r"norms of its own \(`norm.weight`\)"),
     "first_norm": ("layers.0.input_layernorm.weight", {}, r"norms of its own \(`layers.0.input_layernorm.weight`\)"),
@@ -275,6 +348,8 @@ def test_other_heads_are_refused_by_name(name: str, tmp_path: Path, target: PreT
     head = make_head(kind is True, fc_bias=kind is not True, draft_vocab_size=24 if kind is True else None)
     if isinstance(kind, str):
         head.weights[kind] = torch.ones(HIDDEN, dtype=torch.float64)
+        if name == "medusa_by_tensors":  # these have no `fc`
+            del head.weights["fc.weight"]
     fields = llama_fields(head) | ({"draft_vocab_size": 24} if kind is True else {}) | changes
     write_head(tmp_path, head, fields)
     with pytest.raises(ValueError, match=message):

@@ -79,11 +79,8 @@ def test_defaults_depend_on_the_device_and_the_rows() -> None:
     assert [(s.num_assistant_tokens, s.branching_factor) for s in on_cpu] == [(12, 4), (4, 4), (2, 4)]
     on_gpu = read({}, 8, "cuda")
     assert (on_gpu.num_assistant_tokens, on_gpu.branching_factor) == (63, 14)
-    # A number that was set counts everywhere, also that of an old file.
-    assert (
-        read({"num_assistant_tokens": 63, "branching_factor": 14, "cycle_costs": {"old": 1}}).num_assistant_tokens
-        == 63
-    )
+    # A number that was set counts everywhere.
+    assert read({"num_assistant_tokens": 63, "branching_factor": 14}).num_assistant_tokens == 63
 
 
 def test_break_even_may_differ_between_greedy_and_sampled() -> None:

@@ -259,10 +259,12 @@ def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -
         GumihoModel.from_pretrained(theirs, cache_dir=tmp_path / "bare")
 
 
+@pytest.mark.usefixtures("tiny_packaged_config")
 def test_tensors_that_do_not_fit_the_packaged_config_are_named(tmp_path: Path) -> None:
-    write_repository(tmp_path, make_weights())
-    with pytest.raises(ValueError, match=r"fc\.bias is \(32,\), expected \(4096,\)"):
-        GumihoModel.from_pretrained(REPO, cache_dir=tmp_path)
+    shapes = reference_shapes(hidden=16, ffn=48, kv=8, vocab=50)
+    write_repository(tmp_path / "cache", {name: torch.zeros(shape) for name, shape in shapes.items()})
+    with pytest.raises(ValueError, match=r"fc\.bias is \(16,\), expected \(32,\)"):
+        GumihoModel.from_pretrained(REPO, cache_dir=tmp_path / "cache")
 
 
 def test_a_released_config_is_saved_without_fields_that_it_does_not_have(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from targets import make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification import prompt as prompt_module
 from transformers_gumiho.generation.verification import tree_cache as tree_caches
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
@@ -84,14 +85,13 @@ def test_slots_are_reserved_as_a_text_grows(monkeypatch: pytest.MonkeyPatch) -> 
         grow(self, num_slots)
 
     monkeypatch.setattr(TreeCache, "reserve", growing)
+    monkeypatch.setattr(prompt_module, "MAX_RESERVED_TOKENS", 64)
+    monkeypatch.setattr(tree_caches, "GROWTH", 64)
     target = make_target()
-    target.config.max_position_embeddings = 2048
-    prompts = make_prompts([5])
-    plain = target.generate(**prompts, max_new_tokens=600, do_sample=False)
     drafter = make_drafter(target, num_assistant_tokens=20)
-    assert torch.equal(target.generate(**prompts, max_new_tokens=600, do_sample=False, assistant_model=drafter), plain)
+    equals_plain(target, drafter, max_new_tokens=120)
     assert len(capacities) == 2, "the target's, and the drafter's"
-    assert max(capacities) < 600
+    assert max(capacities) < 120
 
 
 def buffers_of(cache: TreeCache) -> dict[int, int]:

@@ -30,6 +30,15 @@ _EAGLE3_FIELDS = (
 )  # fmt: skip
 
 
+class SerialHeadConfig(LlamaConfig):
+    """The layers of a serial head: a Llama's, with attention heads of any size (`head_dim`)."""
+
+    def validate_architecture(self) -> None:
+        """Checks, unless the size of the heads is given, that they divide the hidden size."""
+        if self.head_dim == self.hidden_size // self.num_attention_heads:
+            super().validate_architecture()
+
+
 @strict
 class GumihoConfig(PreTrainedConfig):
     r"""
@@ -137,7 +146,7 @@ class GumihoConfig(PreTrainedConfig):
                 raise UserValueError(
                     f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}."
                 )
-            self.model = LlamaConfig(**self.model)
+            self.model = SerialHeadConfig(**self.model)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:

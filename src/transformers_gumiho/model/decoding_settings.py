@@ -32,8 +32,6 @@ DECODING_SETTINGS = (
 NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
 _right_vocabulary: list[tuple[int, Any]] = []
-# Of earlier releases; ignored.
-_DROPPED_SETTINGS = ("cycle_costs",)
 # Arguments of `from_pretrained` that say where a file is read.
 _LOADING_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -81,11 +79,7 @@ class DecodingSettingsMixin:
     def set_generation_config(self, generation_config: GenerationConfig) -> None:
         """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
         # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {
-            name: value
-            for name, value in generation_config.to_dict().items()
-            if not name.startswith("_") and name not in _DROPPED_SETTINGS
-        }
+        settings = {name: value for name, value in generation_config.to_dict().items() if not name.startswith("_")}
         self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
 
 
@@ -175,16 +169,14 @@ class DraftingSettings:
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
+        nodes = read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES)
+        temperature = read("draft_temperature", DRAFT_TEMPERATURE)
         settings = cls(
-            num_assistant_tokens=_for_rows(
-                "num_assistant_tokens",
-                read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES),
-                num_rows,
-            ),
+            num_assistant_tokens=_for_rows("num_assistant_tokens", nodes, num_rows),
             branching_factor=read("branching_factor", branching),
             tree_depth=read("tree_depth", depth),
             full_tree_attention=read("full_tree_attention", True),
-            draft_temperature=_as_tuple(read("draft_temperature", DRAFT_TEMPERATURE)),
+            draft_temperature=tuple(temperature) if isinstance(temperature, list) else temperature,
             draft_vocabulary=read("draft_vocabulary", None),
             break_even=_for_rows("break_even", break_even, num_rows),
             sampling_temperature=sampling_temperature,
@@ -237,7 +229,13 @@ class DraftingSettings:
             raise UserValueError(
                 f"`full_tree_attention` must be True or False, got {self.full_tree_attention!r}. {_WHERE}"
             )
-        self._validate_temperature()
+        given = self.draft_temperature
+        temperatures = given if isinstance(given, tuple) else (given,)
+        if not temperatures or not all(map(_is_positive, temperatures)):
+            raise UserValueError(
+                f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
+                f"depth 1 down) or None, got {list(given) if isinstance(given, tuple) else given!r}. {_WHERE}"
+            )
         _check_lookup(self, _WHERE)
         vocab_size, vocabulary = config.get_text_config().vocab_size, self.draft_vocabulary
         if vocabulary is None or _right_vocabulary == [(vocab_size, vocabulary)]:
@@ -248,16 +246,6 @@ class DraftingSettings:
                 f"{fault}. {_WHERE}"
             )
         _right_vocabulary[:] = [(vocab_size, list(vocabulary))]
-
-    def _validate_temperature(self) -> None:
-        given = self.draft_temperature
-        values = given if isinstance(given, tuple) else (given,)
-        if not values or not all(map(_is_positive, values)):
-            shown = list(given) if isinstance(given, tuple) else given
-            raise UserValueError(
-                f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
-                f"depth 1 down) or None, got {shown!r}. {_WHERE}"
-            )
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -288,10 +276,6 @@ def _check_lookup(settings: DraftingSettings, where: str) -> None:
                 f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
                 f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
             )
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 def _is_positive(value: Any) -> bool:

@@ -51,22 +51,27 @@ _TENSORS_OF_METHODS = (
     (r".*\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj)\.", _MLA),
     (r"(enorm|hnorm)\.", _PARA_NORM),
 )
-# Factors of Granite, Cohere, MiniCPM and Gemma, which change what the same tensors compute, and the neutral value.
+# Factors of Granite, Cohere, MiniCPM, Gemma and Ministral, which change what the same tensors compute, and the neutral
+# value.
 _FACTORS = dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb",
      "partial_rotary_factor"), 1,
 ) | dict.fromkeys(
     ("attention_multiplier", "scale_depth", "dim_model_base", "attn_logit_softcapping", "final_logit_softcapping",
-     "query_pre_attn_scalar")
+     "query_pre_attn_scalar", "clip_qkv", "llama_4_scaling", "rope_interleave")
 )  # fmt: skip
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _KNOWN_ARCHITECTURE = re.compile(r".*(Llama|Qwen[23]).*|Eagle3(Speculator|DraftModel|Model)|EAGLEModel|EagleModel")
+# Fields in which a config may name the layers that are read.
+_OF_LAYERS = re.compile(r"layer_ids|(aux|captur|target).*layer|layer.*captur")
 # By their shapes a config is read.
 _NEEDED = (
     "fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
     "layers.0.mlp.gate_proj.weight",
 )  # fmt: skip
-# Types of EAGLE-1 configs whose layers are Llama's, with biases that the tensors show.
-_LLAMA_TYPES = ("llama", "qwen2")
+# Types of configs whose layers are Llama's, with biases and norms that the tensors show. SafeAILab's EAGLE-1 head for
+# Mixtral has the layers of a Llama; no EAGLE-1 head has Qwen3's.
+_LLAMA_TYPES = ("llama", "qwen2", "mixtral", "qwen3")
 
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
@@ -90,20 +95,20 @@ def eagle_fields(
     Raises:
         ValueError: It is a drafter of another method, or an EAGLE head that is not known here.
     """
-    llama, flags = _flatten(fields)
-    claims, reason = claims_to_draft(fields), _refused_config(fields, flags)
+    levels = _levels(fields)
+    flags = {name: value for level in levels for name, value in level.items()}
+    claims, reason = claims_to_draft(fields), _refused_config(levels, flags)
     shapes = {} if claims and reason else read_shapes()
-    method = next((what for pattern, what in _TENSORS_OF_METHODS if any(map(re.compile(pattern).match, shapes))), None)
-    is_language_model = "fc.weight" not in shapes and method in (None, _MLA)
-    if not claims and (is_language_model or "mlp.0.0.linear.weight" in shapes):
+    if not claims and (is_of_language_model(shapes) or "mlp.0.0.linear.weight" in shapes):
         return None
     is_eagle3 = "layers.0.hidden_norm.weight" in shapes
-    reason = method or reason or _lack(shapes) or (None if is_eagle3 else _refused_eagle1(flags, shapes))
+    reason = _method_of(shapes) or reason or _lack(shapes)
+    reason = reason or (None if is_eagle3 else _refused_eagle1(levels[0], flags, shapes))
     if reason is not None:
         raise _refusal(name_or_path, reason)
     found: dict[str, Any] = {
         "model_type": "gumiho",
-        "model": _llama_fields(llama, shapes),
+        "model": _llama_fields(flags, shapes),
         "num_serial_tokens": NUM_SERIAL_TOKENS,
         "num_parallel_heads": 0,
         "gumiho_fc_bias": "fc.bias" in shapes,
@@ -111,19 +116,36 @@ def eagle_fields(
         "dtype": flags.get("dtype") or flags.get("torch_dtype"),
         "converted_from": str(name_or_path),
     }
-    return found | (_eagle3_fields(flags, shapes, name_or_path) if is_eagle3 else {})
+    return found | (_eagle3_fields(levels, flags, shapes, name_or_path) if is_eagle3 else {})
 
 
-def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of the layers, and all fields with those of nested objects."""
-    llama: dict[str, Any] = fields
-    if isinstance(fields.get("transformer_layer_config"), dict):  # speculators
-        llama = fields["transformer_layer_config"]
-    elif isinstance(fields.get("model"), dict):  # vLLM
-        llama = fields["model"]
-    flags = llama | fields
+def is_of_language_model(shapes: Shapes) -> bool:
+    """Whether tensors are a language model's, and not a drafter's, of any method."""
+    return "fc.weight" not in shapes and _method_of(shapes) in (None, _MLA)
+
+
+def _method_of(shapes: Shapes) -> str | None:
+    return next((what for pattern, what in _TENSORS_OF_METHODS if any(map(re.compile(pattern).match, shapes))), None)
+
+
+def _levels(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the objects of a config, that of the layers first. A later one decides, unless it leaves a field out."""
+
+    def given(level: Any) -> dict[str, Any]:
+        return {name: value for name, value in (level or {}).items() if value is not None and value != []}
+
+    inner = fields.get("transformer_layer_config") or fields.get("model")  # of speculators, and of vLLM
+    levels = [given(inner), given(fields)] if isinstance(inner, dict) else [given(fields)]
     # ModelOpt, SpecForge
-    return llama, flags | (flags.get("eagle_config") or {})
+    return levels + [given(level.get("eagle_config")) for level in levels]
+
+
+def _rope(flags: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rotary embedding as transformers 5 writes it. Configs may have it in several fields."""
+    beside = {name: flags[name] for name in ("rope_theta", "original_max_position_embeddings") if name in flags}
+    parts = flags.get("rope_parameters", {}), flags.get("rope_scaling", {})
+    kinds = [part[name] for part in parts for name in ("type", "rope_type") if name in part]
+    return beside | parts[0] | parts[1] | {"rope_type": kinds[-1] if kinds else "default"}
 
 
 def _named_method(fields: Mapping[str, Any]) -> str | None:
@@ -134,32 +156,38 @@ def _named_method(fields: Mapping[str, Any]) -> str | None:
     return next((word for name in names for word in words if word in name.replace("p_eagle", "peagle")), None)
 
 
-def _refused_config(fields: dict[str, Any], flags: dict[str, Any]) -> str | None:
+def _refused_config(levels: list[dict[str, Any]], flags: dict[str, Any]) -> str | None:
     """Returns what a config describes that cannot be loaded; `None` where nothing speaks against it."""
-    given = [word for field, word in _FIELDS_OF_METHODS.items() if flags.get(field) not in (None, False)]
-    for method in (_named_method(fields), *given):
+    layers, speculator = levels[0], flags.get("speculators_model_type")
+    given = [word for field, word in _FIELDS_OF_METHODS.items() if flags.get(field)]
+    for method in (*map(_named_method, levels), *given):
         if method in _METHODS:
             return _METHODS[method]
-    kind = fields.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        return f"a speculators drafter of the type {kind!r}"
-    architectures = fields.get("architectures") or ()
+    if speculator not in (None, "eagle3"):
+        return f"a speculators drafter of the type {speculator!r}"
+    architectures = [str(name) for level in levels for name in level.get("architectures", ())]
     if "deepseek" in str(architectures).lower() or flags.get("kv_lora_rank"):
         return _MLA
-    if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(str(name))]:
+    if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(name)]:
         return f"an EAGLE head with the architecture {other[0]!r}, whose norms and scales are not known"
+    kind = layers.get("model_type", "llama")
+    # Other tools copy the target's type, and say by the architecture that the layers are Llama's.
+    if kind not in _LLAMA_TYPES and "eagle" not in kind and (speculator or not architectures):
+        return f"an EAGLE head with layers of the type {kind!r}"
     if flags.get("add_para_norm"):
         return _PARA_NORM
     if flags.get("use_aux_hidden_state") is False:
         return "an EAGLE-3 head with `use_aux_hidden_state: false`, which reads no layers of the target"
-    rope = {**(flags.get("rope_scaling") or {}), **(flags.get("rope_parameters") or {})}
-    if "mrope_section" in rope or "mrope" in (rope.get("rope_type"), rope.get("type")):
+    rope = _rope(flags)
+    if rope["rope_type"] == "mrope" or any("mrope" in name and value for name, value in (flags | rope).items()):
         return "an EAGLE head with a multimodal rotary embedding (mrope)"
+    if rope["rope_type"] not in _ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
+        return f"an EAGLE head with a rotary embedding that is not known: {rope}"
     for name, neutral in _FACTORS.items():
-        if (factor := {**flags, **rope}.get(name)) not in (None, neutral, False):
+        if (factor := (flags | rope).get(name)) not in (None, neutral, False):
             return f"an EAGLE head whose config scales its states (`{name}` is {factor!r})"
-    num_layers = flags.get("num_hidden_layers") or 1
-    if flags.get("use_sliding_window") or "sliding_attention" in (flags.get("layer_types") or ())[:num_layers]:
+    layer_types = flags.get("layer_types", [])[: flags.get("num_hidden_layers", 1)]
+    if flags.get("use_sliding_window") or "sliding_attention" in layer_types:
         return "an EAGLE head with a sliding window"
     return None
 
@@ -173,14 +201,14 @@ def _lack(shapes: Shapes) -> str | None:
     return f"a drafter that cannot be recognized, because {lack}"
 
 
-def _refused_eagle1(flags: dict[str, Any], shapes: Shapes) -> str | None:
+def _refused_eagle1(layers: dict[str, Any], flags: dict[str, Any], shapes: Shapes) -> str | None:
     """Returns what an EAGLE-1 or EAGLE-2 head has that Gumiho's serial head has not, of any number of layers."""
-    kind, size = (flags.get("model") or flags).get("model_type", "llama"), flags.get("hidden_size", 0)
+    kind, size = layers.get("model_type", "llama"), flags.get("hidden_size", 0)
     if flags.get("draft_vocab_size") or _LAYER_IDS in flags or flags.get("speculators_model_type"):
         return "an EAGLE-3 head by its config, and not by its tensors: `layers.0.hidden_norm.weight` is missing"
     if own := [name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in shapes]:
         return f"an EAGLE-1 head with norms of its own (`{own[0]}`), as those with Mistral, Cohere or Llama 4 layers"
-    if kind not in _LLAMA_TYPES:
+    if kind not in _LLAMA_TYPES[:3]:
         return f"an EAGLE-1 head with layers of the type {kind!r}"
     if shapes["fc.weight"] != (size, 2 * size):
         return f"no EAGLE-1 head: its `fc.weight` has the shape {shapes['fc.weight']}, expected {(size, 2 * size)}"
@@ -196,14 +224,15 @@ def _refusal(name_or_path: Any, what: str) -> UserValueError:
 
 def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     """Returns the fields of the layers as those of a Llama. What tensors show of the layers is taken from them."""
-    known = {field.name for field in dataclasses.fields(LlamaConfig)} | {"rope_theta", "rope_scaling"}
-    fields = {name: value for name, value in given.items() if name in known and value is not None}
+    known = {field.name for field in dataclasses.fields(LlamaConfig)}
+    fields = {name: value for name, value in given.items() if name in known}
     attention = "layers.0.self_attn."
     head_dim = shapes[f"{attention}q_proj.weight"][0] // fields.get(
         "num_attention_heads", LlamaConfig.num_attention_heads
     )
     return fields | {
         "model_type": "llama",
+        "rope_parameters": _rope(given),
         # Some tools do not read the field of this name.
         "head_dim": head_dim,
         "num_key_value_heads": shapes[f"{attention}k_proj.weight"][0] // head_dim,
@@ -219,18 +248,34 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _eagle3_fields(flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
+def _eagle3_fields(
+    levels: list[dict[str, Any]], flags: dict[str, Any], shapes: Shapes, name_or_path: Any
+) -> dict[str, Any]:
     """Returns what is an EAGLE-3 head's own."""
-    of_speculators, ids = "speculators_model_type" in flags, flags.get(_LAYER_IDS)
+    of_speculators = "speculators_model_type" in flags
     _warn_of_doubts(flags, of_speculators, name_or_path)
     given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
     return {name: bool(given.get(name)) for name in _NORM_FLAGS} | {
         "serial_head": "eagle3",
-        "target_layer_ids": _as_outputs(ids, of_speculators, name_or_path) if ids else None,
+        "target_layer_ids": _layers_read(levels, of_speculators, name_or_path),
         "target_hidden_size": flags.get("target_hidden_size"),
         "draft_vocab_size": shapes.get("lm_head.weight", (None,))[0] if "d2t" in shapes else None,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
+
+
+def _layers_read(levels: list[dict[str, Any]], of_speculators: bool, name_or_path: Any) -> list[int] | None:
+    """Returns the layers that a config names, as a `GumihoConfig` counts them; `None` where it names none."""
+    found = []
+    for name, value in (field for level in levels for field in level.items()):
+        if name == _LAYER_IDS:
+            found.append(_as_outputs(value, of_speculators, name_or_path))
+        elif isinstance(value, list) and _OF_LAYERS.search(name):
+            where = f"in `{name}`, and not in `{_LAYER_IDS}`"
+            raise _refusal(name_or_path, f"an EAGLE-3 head that names the layers it reads {where}")
+    if any(ids != found[0] for ids in found):
+        raise _refusal(name_or_path, f"an EAGLE-3 head that names several sets of layers (as outputs, {found})")
+    return found[0] if found else None
 
 
 def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list[int]:
@@ -250,8 +295,7 @@ def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list
 
 def _warn_of_doubts(flags: dict[str, Any], of_speculators: bool, name_or_path: Any) -> None:
     """Logs, once, which fields of a config may say something else than its head was trained with."""
-    base = (flags.get("rope_parameters") or {}).get("rope_theta", flags.get("rope_theta"))
-    doubts = []
+    base, doubts = _rope(flags).get("rope_theta"), []
     if not of_speculators and base not in (None, 10000):
         doubts.append(
             f"has a `rope_theta` of {base}, which is used. The training code of several tools ignored it and used "

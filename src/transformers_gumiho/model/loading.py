@@ -18,7 +18,7 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, lo
 from ..commands import UserOSError, UserValueError
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
-from .eagle_configs import claims_to_draft, eagle_fields
+from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
 
 
 logger = logging.get_logger(__name__)
@@ -123,7 +123,7 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
         return True
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
-    return num_layers <= _MAX_LAYERS and "fc.weight" in tensor_shapes(name_or_path, {})
+    return num_layers <= _MAX_LAYERS and not is_of_language_model(tensor_shapes(name_or_path, {}))
 
 
 def plain_name(key: str) -> str:

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def with_template_kwargs(
     """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
     if not kwargs or not tokenizer.chat_template:
         return tokenizer
-    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} -%}}" for name, value in kwargs.items()]
+    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} +%}}" for name, value in kwargs.items()]
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     is_one = isinstance(template, str)
     templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}
@@ -64,14 +65,11 @@ def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answer
     Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
     answers are joined. Raises `ValueError` for a template that cannot be rendered.
     """
+    texts = [text for pair in zip_longest(turns, answers) for text in pair if text is not None]
     if not tokenizer.chat_template:
-        text = "".join(turn + answer for turn, answer in zip(turns, [*answers, ""], strict=False))
-        return encode_open_text(tokenizer, text)
-    messages = []
-    for turn, answer in zip(turns, [*answers, None], strict=False):
-        messages.append({"role": "user", "content": turn})
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
+        return encode_open_text(tokenizer, "".join(texts))
+    roles = cycle(["user", "assistant"])
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     except Exception as error:

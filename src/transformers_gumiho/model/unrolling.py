@@ -114,7 +114,8 @@ def unrolled_attention_mask(
     of_own_path = (base == base[run, None]) & (step_of <= step_of[run, None])
     allowed = (of_text | of_own_path)[None]
     if position_ids is not None:
-        texts = text_indices(position_ids)[:, base]
+        jumps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
+        texts = jumps.cumsum(dim=-1)[:, base]
         allowed = allowed & (texts[:, None, :] == texts[:, run, None])
     if attention_mask is not None:
         seen = attention_mask.bool()[:, base]
@@ -122,9 +123,3 @@ def unrolled_attention_mask(
         allowed = allowed & (seen[:, None, :] | of_own_path)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
-
-
-def text_indices(position_ids: torch.Tensor) -> torch.Tensor:
-    """Returns, for each of `(B, T)` positions, the number of the text it belongs to in a row of several texts."""
-    jumps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
-    return jumps.cumsum(dim=-1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..training.recipe.arguments import RecipeArguments
 from .benchmarking import decoding_modes, read_prompts, run_benchmark, summarize
-from .benchmarking.modes import PROMPT_LOOKUP, choose_modes
+from .benchmarking.modes import PROMPT_LOOKUP
 from .benchmarking.report import markdown
 from .pairs import PairArguments, load_pair
 from .tuning import TuningArguments, describe, tune
@@ -26,7 +26,7 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
 def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
     """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
     target, tokenizer, drafter = load_pair(PairArguments(**_pair(args, folder)))
-    modes = choose_modes(decoding_modes(drafter), [PROMPT_LOOKUP, "gumiho"])
+    modes = decoding_modes(drafter, names=[PROMPT_LOOKUP, "gumiho"])
     questions = read_prompts(str(prompts), num_prompts=num_prompts)
     try:
         samples = list(run_benchmark(target, tokenizer, questions, modes, max_new_tokens=args.measured_new_tokens))

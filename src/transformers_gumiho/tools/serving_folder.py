@@ -122,6 +122,3 @@ def _find_target(name: str) -> Path:
         return Path(snapshot_download(name, ignore_patterns=[*_OTHER_FORMATS, *_OTHER_FOLDERS]))
     except (OSError, ValueError) as error:
         raise UserOSError(f"The target {name!r} is not a folder and cannot be downloaded: {error}") from error
-
-
-__all__ = ["AttachArguments", "write_served_target"]

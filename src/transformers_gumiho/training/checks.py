@@ -69,14 +69,8 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
 
 
 def check_collator(collator: Any, assistant_only_loss: bool) -> None:
-    """Raises `ValueError` where prompts shall count and `collator` does not know of that, or the other way round."""
-    if isinstance(collator, GumihoDataCollator):
-        if not collator.assistant_only_loss:
-            raise UserValueError(
-                "`data_collator` counts the prompts, in evaluations, too. Leave that to the training argument "
-                "`assistant_only_loss=False`, which is about training alone."
-            )
-    elif not assistant_only_loss:
+    """Raises `ValueError` where prompts shall count and `collator` does not know of that."""
+    if not assistant_only_loss and not isinstance(collator, GumihoDataCollator):
         raise UserValueError(
             f"`assistant_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
             f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."

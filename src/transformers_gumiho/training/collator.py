@@ -29,13 +29,10 @@ class GumihoDataCollator:
     Args:
         vocab_size: Where given, token ids from there on are refused.
         max_length: Where given, longer rows are refused.
-        assistant_only_loss: Whether a row's `loss_mask` decides what counts; otherwise all states do, except the last
-            one of each text, after which nothing is drafted. [`GumihoTrainer`] sets it, for training alone.
     """
 
     vocab_size: int | None = None
     max_length: int | None = None
-    assistant_only_loss: bool = True
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `loss_mask` `(B, L)`, and the other columns where the rows have them."""
@@ -47,8 +44,7 @@ class GumihoDataCollator:
         positions = [
             torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))), device="cpu").long() for row in rows
         ]
-        marked = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
-        masks = marked if self.assistant_only_loss else list(map(_counts_all, positions))
+        masks = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
         batch = {"input_ids": ids, "loss_mask": self._pad(masks)}
         if any("position_ids" in row for row in rows):
             padding = [torch.arange(ids.shape[1] - len(of_row), device="cpu") for of_row in positions]
@@ -76,6 +72,12 @@ class GumihoDataCollator:
                 f"A row has {ids.shape[1]} tokens, but target and drafter have positions for {self.max_length}. "
                 f"Prepare the dataset with `max_length={self.max_length}` or less."
             )
+
+
+def collate_all(collate: GumihoDataCollator, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Collates rows as if all their tokens were the assistant's."""
+    unmarked = ({name: value for name, value in row.items() if name != "loss_mask"} for row in rows)
+    return collate([row | {"labels": row.get("input_ids")} for row in unmarked])
 
 
 def _check_columns(row: Mapping[str, Any]) -> None:

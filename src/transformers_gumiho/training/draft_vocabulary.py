@@ -37,7 +37,7 @@ class DraftRestriction:
         self._trainer = trainer
         self._size = trainer.args.draft_vocabulary_size
         self._token_ids: torch.Tensor | None = None
-        self._features = trainer.target_features
+        self._features: TargetFeatures = trainer.target_features
         self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
         self._own_head: torch.Tensor | None = None
         if trainer.drafter.config.is_eagle3:
@@ -69,22 +69,16 @@ class DraftRestriction:
             self._token_ids = token_ids.to(self._own_head.device)
             self._features = self._features.restricted_to(self._token_ids)
 
-    @property
-    def features(self) -> TargetFeatures:
-        """The target's features, with the logits of the tokens that may be drafted."""
+    def heads(self, like: torch.Tensor) -> tuple[torch.Tensor | None, LMHead, LMHead]:
+        """
+        Returns the tokens `(K,)` that may be drafted, `None` for all, and the output heads that score states like
+        `like` for them: those of the target, and those that the drafter predicts.
+        """
         if self._token_ids is None:
             self.find(None)
-        return self._features
-
-    def draft_head(self, like: torch.Tensor) -> LMHead:
-        """Returns the output head that scores what the drafter predicts, for states like `like`."""
-        weight = self._own_head
-        return self.features.lm_head(like) if weight is None else lambda states: linear(states.to(weight), weight)
-
-    def vocabulary(self, like: torch.Tensor) -> tuple[torch.Tensor | None, LMHead]:
-        """Returns the tokens `(K,)` that may be drafted, `None` for all, and the [`draft_head`]."""
-        draft_head = self.draft_head(like)
-        return self._token_ids, draft_head
+        lm_head, weight = self._features.lm_head(like), self._own_head
+        own_head = None if weight is None else lambda states: linear(states.to(weight), weight)
+        return self._token_ids, lm_head, own_head or lm_head
 
     def find(self, checkpoint: str | None) -> None:
         """

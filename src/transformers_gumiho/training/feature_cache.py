@@ -289,6 +289,16 @@ def load_checked(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def is_complete(folder: Path) -> bool:
+    """Whether a cache has all of its files, none of which is cut. They are not read."""
+    try:
+        for path in [folder / TARGET_FOLDER / WEIGHTS, *CacheManifest.load(folder).shards(folder)]:
+            _open(path)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
 def is_intact(path: Path) -> bool:
     """Whether a file is there as it was written."""
     try:

@@ -4,9 +4,9 @@ import os
 import platform
 import threading
 import weakref
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -167,7 +167,7 @@ class Recorder:
         """Writes the rest, and ends the recording."""
         with self._lock:
             if self.is_running and os.getpid() == self._process:
-                with _GivingUp(self):
+                with self._giving_up():
                     self._check_calls()
                     self._read_calls()
                     self._write_shard()
@@ -202,7 +202,7 @@ class Recorder:
         target = self._target()
         if target is None or (self._share < 1 and SystemRandom().random() >= self._share):
             return None
-        with self._lock, _GivingUp(self):
+        with self._lock, self._giving_up():
             if not self.is_running:
                 return None
             if os.getpid() != self._process:
@@ -215,9 +215,7 @@ class Recorder:
             layers = drafter.config.layers_read(target.config)
             self._fit_layers(target, layers)
             num_layers = None if layers is None else len(layers.besides_last_states(target.config))
-            return RecordedCall(
-                num_layers, drafter.config.get_text_config().vocab_size, self._add, partial(_GivingUp, self)
-            )
+            return RecordedCall(num_layers, drafter.config.get_text_config().vocab_size, self._add, self._giving_up)
         return None
 
     def _fit_layers(self, target: PreTrainedModel, layers: TargetLayers | None) -> None:
@@ -244,7 +242,7 @@ class Recorder:
 
     def _add(self, call: RecordedCall) -> None:
         """Takes a call that has ended, and writes rows once they fill a shard."""
-        with self._lock, _GivingUp(self):
+        with self._lock, self._giving_up():
             if self.is_running:
                 self._calls.append(call)
                 if sum(call.num_rows for call in self._calls) + len(self._rows) >= _ROWS_PER_SHARD:
@@ -288,6 +286,14 @@ class Recorder:
         for path in paths[:num_old]:
             path.unlink()
 
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Ends a recording that fails within the block, whose error ends there."""
+        try:
+            yield
+        except Exception as error:
+            self._give_up(error)
+
     def _give_up(self, reason: Exception) -> None:
         """Ends the recording, and says why. Unless files cannot be written, what is read is written."""
         with self._lock:
@@ -304,19 +310,6 @@ class Recorder:
         if (target := self._target()) is not None:
             ignore_calls(target, self._observe)
         self._writing.close()
-
-
-class _GivingUp(AbstractContextManager[None]):
-    """Ends a recording that fails within the block, whose error ends there."""
-
-    def __init__(self, recorder: Recorder):
-        self._recorder = recorder
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._recorder._give_up(error)  # noqa: SLF001
-        return True
 
 
 def _versions(target: PreTrainedModel) -> list[Any]:

@@ -1,11 +1,11 @@
 """The `Trainer` of a drafter."""
 
-import copy
 import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
-from .collator import GumihoDataCollator
+from .collator import GumihoDataCollator, collate_all
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
@@ -149,10 +149,7 @@ class GumihoTrainer(Trainer):
             self.data_collator = collator
 
     def _training_collator(self) -> Any:
-        collator = copy.copy(self.data_collator)
-        if not self.args.assistant_only_loss:
-            collator.assistant_only_loss = False
-        return collator
+        return self.data_collator if self.args.assistant_only_loss else partial(collate_all, self.data_collator)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -197,16 +194,17 @@ class GumihoTrainer(Trainer):
         args = self.args
         settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
         output = self._forward(model, inputs, drafter_input, **settings)
+        _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
             output,
             states.last,
-            self._restriction.features.lm_head(states.last),
+            lm_head,
             inputs["loss_mask"],
             self._loss_weights(self.state.global_step / max(self.state.max_steps, 1)),
             inputs.get("position_ids"),
             counts=num_items_in_batch,
             chunk_size=args.loss_chunk_size,
-            draft_head=self._restriction.draft_head(states.last),
+            draft_head=draft_head,
         )
         if num_items_in_batch is not None:
             # Gradients are averaged over the processes, and this is a process's share of one average.
@@ -232,9 +230,10 @@ class GumihoTrainer(Trainer):
                 raise UserFloatingPointError(why_not_finite(states.last.dtype))
             output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
             scored = output, states.last, self.target_features.lm_head(states.last), inputs["loss_mask"]
+            token_ids, _, draft_head = self._restriction.heads(states.last)
             settings: dict[str, Any] = {
                 "position_ids": inputs.get("position_ids"),
-                "vocabulary": self._restriction.vocabulary(states.last),
+                "vocabulary": (token_ids, draft_head),
                 "chunk_size": self.args.loss_chunk_size,
             }
             if self._positions_per_row:

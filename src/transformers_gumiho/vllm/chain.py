@@ -44,6 +44,3 @@ class Chain:
             )
         serial = min(num_tokens, config.num_serial_tokens)
         return cls(serial, num_tokens - serial)
-
-
-__all__ = ["Chain"]

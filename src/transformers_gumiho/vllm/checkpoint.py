@@ -93,6 +93,3 @@ def _serial_names(config: Any) -> Iterator[str]:
         yield f"layers.{layer}.post_attention_layernorm.weight"
         if layer:
             yield f"layers.{layer}.input_layernorm.weight"
-
-
-__all__ = ["EMBEDDING", "FUSION", "copy_tensor", "expected_names", "is_of_a_head", "is_readable", "plain_name"]

@@ -88,6 +88,3 @@ def _draft_vocabulary(model: Any, config: GumihoConfig, options: dict[str, Any])
             f"ids from 0 to {vocab_size - 1}, but {fault}."
         )
     return vocabulary
-
-
-__all__ = ["GumihoEagleConfig", "read_drafter"]

@@ -209,10 +209,6 @@ def read_version(root: Path) -> str:
     return found[1] if found else "of an unknown version"
 
 
-def is_tested(version: str) -> bool:
-    return version.startswith(tuple(f"{release}." for release in TESTED_RELEASES))
-
-
 def refusal(hooks: list[Hook], version: str) -> str:
     """Returns why Gumiho cannot be used with a vLLM of these hooks; "" if it can."""
     faults = "; ".join(f"`{hook.name}` {hook.fault}" for hook in hooks if hook.fault)
@@ -225,7 +221,7 @@ def refusal(hooks: list[Hook], version: str) -> str:
 def caution(hooks: list[Hook], version: str) -> str:
     """Returns what is untested with a vLLM of these hooks; "" if nothing is."""
     changed = ", ".join(hook.name for hook in hooks if hook.is_changed)
-    if is_tested(version) and not changed:
+    if version.startswith(tuple(f"{release}." for release in TESTED_RELEASES)) and not changed:
         return ""
     return f"The Gumiho plug-in has not been tested with vLLM {version}, but with {', '.join(TESTED_RELEASES)}." + (
         f" Since then vLLM has changed {changed}. Compare texts with and without the drafter." if changed else ""
@@ -246,8 +242,6 @@ def main() -> int:
     sys.stdout.write(f"{broken or caution(hooks, version) or f'The plug-in has been tested with vLLM {version}.'}\n")
     return 1 if broken else 0
 
-
-__all__ = ["DIGESTS", "HOOKS", "TESTED_RELEASES", "Hook", "caution", "digest", "read_hooks", "read_version", "refusal"]
 
 if __name__ == "__main__":
     sys.exit(main())

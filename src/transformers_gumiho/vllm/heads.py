@@ -89,6 +89,3 @@ def _is_whole_matrix(lm_head: Any) -> bool:
         # If vLLM has packed the weights for its own products, nothing is left here.
         and lm_head.weight.dim() == 2
     )
-
-
-__all__ = ["BatchedHeads", "DraftingHead"]

@@ -52,6 +52,3 @@ class TargetLayers(nn.Module):
             last = last[0] if isinstance(last, tuple) else last
             states = torch.cat((states[:, :-hidden_size], last), dim=1)
         return nn.functional.linear(normalize_lower(states, hidden_size).to(self.weight), self.weight)
-
-
-__all__ = ["TargetLayers"]

@@ -205,7 +205,9 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Loads the other tensors; yields the tensors of the serial head with vLLM's names."""
-        places = self._places()
+        places = self.heads.places() | ({} if self.transitions is None else self.transitions.places())
+        if self.target_layers is not None:
+            places[FUSION] = self.target_layers.weight.data
         for given, tensor in weights:
             name = plain_name(given)
             if name is None or is_vocabulary_mask(name):
@@ -218,14 +220,6 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             elif is_readable(self.config, name) and not is_of_a_head(name):
                 process_eagle_weight(self, name)
                 yield f"model.{name}", tensor
-
-    def _places(self) -> dict[str, torch.Tensor]:
-        places = self.heads.places()
-        if self.transitions is not None:
-            places |= self.transitions.places()
-        if self.target_layers is not None:
-            places[FUSION] = self.target_layers.weight.data
-        return places
 
     def _adopt_vocabulary(self, name: str, entry: torch.Tensor) -> None:
         if self.config.draft_vocabulary is None:
@@ -242,6 +236,3 @@ def _check_method(method: str | None, layer_ids: list[int] | None) -> None:
             f"The `method` of this Gumiho drafter has to be {needed!r}, got {method!r}: it reads {reads}. Pass "
             f'`--speculative-config \'{{"method": "{needed}", ...}}\'`.'
         )
-
-
-__all__ = ["GumihoForCausalLM"]

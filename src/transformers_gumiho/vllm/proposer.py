@@ -129,6 +129,3 @@ class GumihoProposer(EagleProposer):
         if self.model.drafting_head is None:
             return super()._greedy_sample(hidden_states)
         return self.model.best_tokens(hidden_states)
-
-
-__all__ = ["GumihoProposer"]

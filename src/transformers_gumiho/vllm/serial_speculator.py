@@ -68,6 +68,3 @@ class SerialSpeculator(EagleSpeculator):
             yield
         finally:
             self.num_speculative_steps = num_steps
-
-
-__all__ = ["SerialSpeculator"]

@@ -87,6 +87,3 @@ class GumihoSpeculator(SerialSpeculator):
     def _takes_best_tokens(self) -> bool:
         """Whether neither draws nor estimates of the acceptance need the logits of other tokens."""
         return self.draft_logits is None and self.acceptance_estimator is None
-
-
-__all__ = ["GumihoSpeculator"]

@@ -78,6 +78,3 @@ class ChainTransitions(nn.Module):
             tokens = tokens if token_ids is None else token_ids[tokens]
             chain.append(tokens)
         return torch.stack(chain, dim=1)
-
-
-__all__ = ["ChainTransitions"]

@@ -21,3 +21,10 @@ def drafter_device(target: PreTrainedModel) -> torch.device:
     head = target.get_output_embeddings()
     weight = None if head is None else next(head.parameters(), None)
     return input_device(target) if weight is None or weight.is_meta else weight.device
+
+
+def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
+    """Returns the devices other than the CPU that hold parts of the models, each once."""
+    places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
+    devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
+    return [device for device in dict.fromkeys(devices) if device.type != "cpu"]

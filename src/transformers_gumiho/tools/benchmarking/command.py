@@ -4,14 +4,18 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM
+from transformers import __version__ as transformers_version
 
 from ...commands import REQUIRED, as_user_errors, option
 from ...generation.verification.placement import input_device
+from ...model.fingerprint import model_fingerprint
+from ..measuring.machine import machine_name
 from ..measuring.prompts import read_prompts
 from ..pairs import DraftingArguments, load_pair, prompts_field
-from .journal import Journal, measuring_conditions
-from .modes import choose_modes, decoding_modes
+from .journal import Journal
+from .modes import decoding_modes
 from .report import markdown
 from .runner import run_benchmark
 from .summary import Sample, SummaryRow, summarize
@@ -23,7 +27,6 @@ class BenchmarkArguments(DraftingArguments):
 
     prompts: str = prompts_field(REQUIRED)
     output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
-    column: str | None = option("Column that holds the prompts (default: `turns`, `prompt` or `text`).")
     num_prompts: int | None = option("Number of prompts (default: all).")
     prompts_per_category: int | None = option("Number of prompts of each category (default: all).")
     modes: list[str] = option("Modes to run besides plain, e.g. `gumiho` (default: all).", [])
@@ -55,9 +58,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
-    questions = read_prompts(
-        args.prompts, column=args.column, num_prompts=args.num_prompts, per_category=args.prompts_per_category
-    )
+    questions = read_prompts(args.prompts, num_prompts=args.num_prompts, per_category=args.prompts_per_category)
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
     target, tokenizer, drafter = load_pair(args)
@@ -67,14 +68,20 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
             draft_model = AutoModelForCausalLM.from_pretrained(
                 args.draft_model, dtype=target.dtype, device_map=input_device(target)
             )
-    modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled)
-    if args.modes:
-        modes = choose_modes(modes, args.modes)
-    conditions = measuring_conditions(target, drafter)
+    modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled, args.modes)
+    # What a run must share with a run that it continues.
+    conditions = {
+        "machine": machine_name(input_device(target)),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "target": model_fingerprint(target),
+        "assistant": model_fingerprint(drafter),
+        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+    }
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     options["chat_template"] = tokenizer.chat_template if args.chat_template is not None else None
-    journal_settings = conditions | {"modes": [mode.name for mode in modes]} | options
-    journal = Journal(folder / "samples.jsonl", journal_settings, args.resume)
+    begun_with = conditions | {"modes": [mode.name for mode in modes]} | options
+    journal = Journal(folder / "samples.jsonl", begun_with, args.resume)
     samples: list[Sample] = []
     stopped = False
     try:

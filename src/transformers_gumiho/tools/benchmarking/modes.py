@@ -24,15 +24,20 @@ def decoding_modes(
     draft_model: PreTrainedModel | None = None,
     tree_sizes: Sequence[int] = (),
     compiled: bool = False,
+    names: Sequence[str] = (),
 ) -> list[DecodingMode]:
     """
-    Returns all ways of decoding, plain first.
+    Returns ways of decoding, plain first.
 
     Args:
         drafter: The Gumiho drafter, with the settings to compare.
         draft_model: A small causal language model for transformers' own assisted generation, if any.
         tree_sizes: Numbers of drafted tokens of further trees.
         compiled: Also decode with compiled models and static caches, with the drafter and without.
+        names: Names of the ways besides plain decoding; by default all.
+
+    Raises:
+        ValueError: A name is unknown.
     """
     config, gumiho = drafter.config, {"assistant_model": drafter}
     # A measured `break_even` belongs to the tuned tree.
@@ -58,17 +63,7 @@ def decoding_modes(
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
     for size in tree_sizes:
         modes.append(DecodingMode(f"tree of {size}", gumiho, other | {"num_assistant_tokens": size}))
-    return modes
-
-
-def choose_modes(modes: Sequence[DecodingMode], names: Sequence[str]) -> list[DecodingMode]:
-    """
-    Returns plain decoding and the modes of these names, in the order of `modes`.
-
-    Raises:
-        ValueError: A name is unknown.
-    """
-    if unknown := [name for name in names if name not in {mode.name for mode in modes}]:
+    if unknown := set(names) - {mode.name for mode in modes}:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
-        raise UserValueError(f"There is no mode {unknown[0]!r}. Choose from {known}.")
-    return [mode for mode in modes if mode.name == PLAIN.name or mode.name in names]
+        raise UserValueError(f"There is no mode {min(unknown)!r}. Choose from {known}.")
+    return [mode for mode in modes if mode is PLAIN or not names or mode.name in names]

@@ -19,20 +19,17 @@ from matplotlib.ticker import MaxNLocator
 _PANELS_IN_A_LINE = 3
 
 
-def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> list[Path]:
-    """Writes the pictures of a summary into `folder`; returns their paths."""
-    written = []
+def plot_summary(rows: Sequence[SummaryRow], folder: Path) -> None:
+    """Writes pictures of the speed-ups and of the acceptance into `folder`, for each temperature and batch size."""
     for temperature, batch_size in dict.fromkeys((row.temperature, row.batch_size) for row in rows):
         chosen = [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch_size)]
-        suffix = f"t{temperature:g}-b{batch_size}"
-        for name, draw in (("speedup", plot_speedups), ("acceptance", plot_acceptance)):
-            path = folder / f"{name}-{suffix}.png"
-            draw(chosen, path)
-            written.append(path)
-    return written
+        for name, draw in (("speedup", _draw_speedups), ("acceptance", _draw_acceptance)):
+            figure = draw(chosen)
+            figure.savefig(folder / f"{name}-t{temperature:g}-b{batch_size}.png", dpi=150)
+            plt.close(figure)
 
 
-def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
+def _draw_speedups(rows: Sequence[SummaryRow]) -> plt.Figure:
     """Draws bars of the speed-up of every mode, with its interval: a panel for each category."""
     colors = _colors(rows)
     categories = list(dict.fromkeys(row.category for row in rows))
@@ -43,26 +40,22 @@ def plot_speedups(rows: Sequence[SummaryRow], path: Path) -> None:
         figsize=(2 + 3 * columns, lines * (0.8 + 0.28 * len(colors))),
     )  # fmt: skip
     for axes, category in zip_longest(grid.flat, categories):
-        if category is None:
-            axes.set_visible(False)
-            continue
-        found = {row.mode: row for row in rows if row.category == category}
-        for place, (mode, color) in enumerate(colors.items()):
-            # A mode that does not support this batch size has an empty place.
-            if mode in found:
-                row = found[mode]
-                error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
-                axes.barh(place, row.speedup, color=color, xerr=error, capsize=2, error_kw={"linewidth": 1})
+        axes.set_visible(category is not None)
+        # A mode that does not support this batch size has an empty place.
+        for row in (row for row in rows if row.category == category):
+            place = list(colors).index(row.mode)
+            error = np.abs(np.array(row.speedup_interval) - row.speedup)[:, None]
+            axes.barh(place, row.speedup, color=colors[row.mode], xerr=error, capsize=2, error_kw={"linewidth": 1})
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(range(len(colors)), list(colors))
         axes.set_title(category, fontsize="medium")
         axes.tick_params(labelbottom=True)
     grid[0, 0].invert_yaxis()  # plain decoding on top; the panels share the axis
     figure.supxlabel("speed-up over plain decoding", fontsize="medium")
-    _save(figure, path)
+    return figure
 
 
-def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
+def _draw_acceptance(rows: Sequence[SummaryRow]) -> plt.Figure:
     """Draws, for every mode that drafts, the share of cycles that accept the draft at each position."""
     colors = _colors(rows)
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -80,7 +73,7 @@ def plot_acceptance(rows: Sequence[SummaryRow], path: Path) -> None:
     axes.grid(alpha=0.3)
     if drafting:
         figure.legend(loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    return figure
 
 
 def _colors(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
@@ -90,8 +83,3 @@ def _colors(rows: Sequence[SummaryRow]) -> dict[str, tuple[float, ...]]:
     numbers = cycle([*range(0, shades.N, 2), *range(1, shades.N, 2)])
     modes = dict.fromkeys(row.mode for row in rows)
     return {mode: shades(number) for mode, number in zip(modes, numbers, strict=False)}
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -22,8 +22,14 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        table = [title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]
-        sections.append("\n".join([*table, *_comparisons(chosen), *_warnings(chosen)]))
+        lines = [title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen), *_comparisons(chosen)]
+        if (spread := max(row.repeat_spread or 0.0 for row in chosen)) > _IDLE_SPREAD:
+            lines += [
+                "",
+                f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long "
+                f"(limit {_IDLE_SPREAD}). Close other programs and run the benchmark again.",
+            ]
+        sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
 
 
@@ -38,21 +44,7 @@ def _comparisons(rows: Sequence[SummaryRow]) -> list[str]:
             for mode, of in found
         )
         lines += ["", f"Speed against {baseline} on the same prompts (median, its 95% interval): {ratios}."]
-    if num_compiled := sum(row.num_compiled for row in rows):
-        lines += ["", f"Graphs compiled after warm-up, all modes together: {num_compiled}."]
     return lines
-
-
-def _warnings(rows: Sequence[SummaryRow]) -> list[str]:
-    """Returns a warning if the repeats of plain decoding show that the machine was not idle."""
-    spread = next((row.repeat_spread for row in rows if row.repeat_spread is not None), 1.0)
-    if spread <= _IDLE_SPREAD:
-        return []
-    return [
-        "",
-        f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long (limit "
-        f"{_IDLE_SPREAD}). Close other programs and run the benchmark again.",
-    ]
 
 
 def _line(row: SummaryRow) -> str:

@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -16,7 +16,6 @@ from ...commands import UserValueError
 from ...model.open_text import encode_turn
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question
-from ..measuring.timing import DecodingTime
 from .journal import Journal
 from .summary import Sample
 
@@ -91,80 +90,63 @@ def run_benchmark(
         for start in range(0, len(group), size)
     ]
     known = {} if journal is None else journal.known
+    num_turns = 0
     runner = Runner(target, tokenizer.pad_token_id, max_new_tokens, stages=True)
-    ends = target.generation_config.eos_token_id
-    run = _Run(runner, tokenizer, set(ends if isinstance(ends, list) else [ends]), seed)
     # Graphs that are compiled for the longest prompts have room for the others.
     longest = sorted((encode_turn(tokenizer, question.turns[:1], []) for question in questions), key=len, reverse=True)
     with tqdm(total=sum(batch.num_turns for batch in batches), desc="decoding", unit="batch") as bar:
         for batch in sorted(batches, key=lambda batch: batch.key not in known):
             if batch.key in known:
                 yield from known[batch.key]
-                run.num_measured += batch.num_turns
                 bar.update(batch.num_turns)
-                continue
-            fitting = [mode for mode in modes if batch.batch_size <= (mode.max_batch_size or batch.batch_size)]
-            runner.warm_up(fitting, longest[: len(batch.questions)], batch.temperature)
-            measured: list[Sample] = []
-            for samples in run.converse(batch, fitting):
-                yield from samples
-                measured += samples
-                bar.update()
-            if journal is not None:
-                journal.append(batch.key, measured)
+            else:
+                fitting = [mode for mode in modes if batch.batch_size <= (mode.max_batch_size or batch.batch_size)]
+                runner.warm_up(fitting, longest[: len(batch.questions)], batch.temperature)
+                measured: list[Sample] = []
+                for samples in _converse(runner, tokenizer, batch, fitting, seed, num_turns):
+                    yield from samples
+                    measured += samples
+                    bar.update()
+                if journal is not None:
+                    journal.append(batch.key, measured)
+            num_turns += batch.num_turns
 
 
-@dataclass
-class _Run:
-    runner: Runner
-    tokenizer: PreTrainedTokenizerBase
-    ends: set[int]
-    seed: int
-    num_measured: int = 0
-
-    def converse(self, batch: _Batch, modes: Sequence[DecodingMode]) -> Iterator[list[Sample]]:
-        """Yields the samples of each turn of a batch."""
-        answers: list[list[str]] = [[] for _ in batch.questions]
-        for turn in range(batch.num_turns):
-            asked = [index for index, question in enumerate(batch.questions) if turn < len(question.turns)]
-            names = [batch.questions[index].name for index in asked]
-            prompts = [
-                encode_turn(self.tokenizer, batch.questions[index].turns[: turn + 1], answers[index])
-                for index in asked
-            ]
-            taken = self.runner.compare(modes, prompts, batch.temperature, self.seed + turn)
-            length = max(map(len, prompts))
-            samples = [
-                Sample(
-                    mode=mode.name,
-                    temperature=batch.temperature,
-                    batch_size=batch.batch_size,
-                    category=batch.questions[0].category,
-                    questions=names,
-                    turn=turn,
-                    seconds=found.total_seconds,
-                    num_tokens=sum(map(len, self._answers(found, length))),
-                    equal=found.texts == taken[0].texts,
-                    peak_bytes=found.peak_bytes,
-                    accepted_lengths=found.accepted_lengths,
-                    stages=found.stages,
-                    num_compiled=found.num_compiled,
-                )
-                for mode, found in zip(modes, taken, strict=True)
-            ]
-            if self.num_measured % _BATCHES_PER_REPEAT == 0:
-                again = self.runner.decode(modes[0], prompts, batch.temperature, self.seed + turn)
-                samples[0] = replace(samples[0], repeat_seconds=again.total_seconds)
-            self.num_measured += 1
-            yield samples
-            texts = self.tokenizer.batch_decode(self._answers(taken[0], length), skip_special_tokens=True)
-            for index, text in zip(asked, texts, strict=True):
-                answers[index].append(text)
-
-    def _answers(self, taken: DecodingTime, length: int) -> list[list[int]]:
-        """Returns the new tokens of each row after padded prompts of this length, up to its end."""
-        answers = []
-        for row in (text[length:] for text in taken.texts):
-            stop = next((index + 1 for index, token in enumerate(row) if token in self.ends), len(row))
-            answers.append(row[:stop])
-        return answers
+def _converse(
+    runner: Runner,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: _Batch,
+    modes: Sequence[DecodingMode],
+    seed: int,
+    num_turns: int,
+) -> Iterator[list[Sample]]:
+    """Yields the samples of each turn of a batch. `num_turns` were measured before."""
+    answers: list[list[str]] = [[] for _ in batch.questions]
+    for turn in range(batch.num_turns):
+        asked = [index for index, question in enumerate(batch.questions) if turn < len(question.turns)]
+        prompts = [encode_turn(tokenizer, batch.questions[i].turns[: turn + 1], answers[i]) for i in asked]
+        taken = runner.compare(modes, prompts, batch.temperature, seed + turn)
+        repeat_seconds = None
+        if (num_turns + turn) % _BATCHES_PER_REPEAT == 0:
+            repeat_seconds = runner.decode(modes[0], prompts, batch.temperature, seed + turn).total_seconds
+        yield [
+            Sample(
+                mode=mode.name,
+                temperature=batch.temperature,
+                batch_size=batch.batch_size,
+                category=batch.questions[0].category,
+                questions=[batch.questions[index].name for index in asked],
+                turn=turn,
+                seconds=found.total_seconds,
+                num_tokens=sum(map(len, found.answers)),
+                equal=found.answers == taken[0].answers,
+                peak_bytes=found.peak_bytes,
+                accepted_lengths=found.accepted_lengths,
+                stages=found.stages,
+                repeat_seconds=repeat_seconds if mode is modes[0] else None,
+            )
+            for mode, found in zip(modes, taken, strict=True)
+        ]
+        texts = tokenizer.batch_decode(taken[0].answers, skip_special_tokens=True)
+        for index, text in zip(asked, texts, strict=True):
+            answers[index].append(text)

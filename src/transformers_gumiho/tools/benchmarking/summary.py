@@ -34,7 +34,6 @@ class Sample:
         peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, if there are any. On other devices than a CPU, these are from a separate run.
-        num_compiled: Number of graphs that were compiled during the measurement.
         repeat_seconds: Time of a second run, for some samples of plain decoding.
     """
 
@@ -50,7 +49,6 @@ class Sample:
     peak_bytes: int | None
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
-    num_compiled: int = 0
     repeat_seconds: float | None = None
 
     @property
@@ -101,9 +99,7 @@ class SummaryRow:
         tau_macro: Tokens per cycle of each prompt, averaged over the prompts.
         acceptance_per_position: Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
         shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
-        seconds_per_cycle: Mean time of a cycle.
         peak_bytes: Peak memory, as the median over the batches.
-        num_compiled: Number of graphs that were compiled during the measurements.
         against: Comparisons with prompt lookup and assisted generation, by their names. For compiled modes, also with
             compiled plain decoding.
         repeat_spread: For plain decoding, the slower time of two runs of a batch divided by the faster one, as the
@@ -123,9 +119,7 @@ class SummaryRow:
     tau_macro: float | None
     acceptance_per_position: list[float] | None
     shares: dict[str, float] | None
-    seconds_per_cycle: float | None
     peak_bytes: float | None
-    num_compiled: int = 0
     against: dict[str, Comparison] = field(default_factory=dict)
     repeat_spread: float | None = None
 
@@ -156,7 +150,6 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
     acceptance = acceptance_statistics(lengths) if any(lengths) else None
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
-    num_cycles = sum(stage["num_cycles"] for stage in stages)
     peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
     lower, median, upper = np.percentile([sample.speed for sample in samples], [25, 50, 75])
     return SummaryRow(
@@ -173,9 +166,7 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
         tau_macro=acceptance.tau_macro if acceptance else None,
         acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
         shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
-        seconds_per_cycle=sum(seconds.values()) / num_cycles if stages else None,
         peak_bytes=float(np.median(peaks)) if peaks else None,
-        num_compiled=sum(sample.num_compiled for sample in samples),
         against=against,
         repeat_spread=float(np.quantile([slow / fast for fast, slow in runs], 0.75)) if runs else None,
     )

@@ -1,17 +1,12 @@
-"""The machine on which models run: its name, and the memory that a block of code takes."""
+"""The machine on which models run: its name, and the memory that code takes."""
 
 import functools
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
-
-from ...generation.verification.placement import input_device
 
 
 def machine_name(device: torch.device) -> str:
@@ -28,38 +23,21 @@ def _processor() -> str:
     return name[1] if name else platform.processor() or platform.machine()
 
 
-def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
-    """Returns the devices other than the CPU that hold parts of the models, each once."""
-    places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
-    devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
-    return [device for device in dict.fromkeys(devices) if device.type != "cpu"]
-
-
-@dataclass
-class PeakMemory:
-    """Bytes, set when the measurement has ended; `None` if the system does not report them."""
-
-    num_bytes: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """Measures the peak of the memory on `device` within a `with` block, beyond the memory in use before."""
-    peak = PeakMemory()
+def watch_memory(device: torch.device) -> Callable[[], int | None]:
+    """
+    Returns a function that returns the peak of the memory on `device` from now on, beyond the memory in use now, in
+    bytes; `None` if the system does not report it.
+    """
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)
-        yield peak
-        peak.num_bytes = torch.accelerator.max_memory_allocated(device) - before
-        return
+        return lambda: torch.accelerator.max_memory_allocated(device) - before
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _resident("VmRSS")
     except OSError:
-        yield peak
-        return
-    yield peak
-    peak.num_bytes = max(_resident("VmHWM") - before, 0)
+        return lambda: None
+    before = _resident("VmRSS")
+    return lambda: max(_resident("VmHWM") - before, 0)
 
 
 def _resident(field: str) -> int:

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...generation.verification.placement import input_device
-from ...model.modeling_gumiho import GumihoModel
-from .machine import accelerators_of
+from ...generation.verification.placement import accelerators_of, input_device
 from .prompts import pad_left
 from .timing import DecodingTime, time_decoding
 
@@ -84,12 +82,10 @@ class Runner:
         self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int
     ) -> DecodingTime:
         """Decodes a batch in one mode. The arguments are those of [`compare`]."""
-        if not self._stages or not isinstance(mode.generate_kwargs.get("assistant_model"), GumihoModel):
-            return self._decode(mode, prompts, temperature, seed)
-        timed = self._decode(mode, prompts, temperature, seed, stages=True)
-        if not accelerators_of(self._target):
-            return timed
-        return replace(self._decode(mode, prompts, temperature, seed), stages=timed.stages)
+        taken = self._decode(mode, prompts, temperature, seed, stages=self._stages)
+        if taken.stages is None or not accelerators_of(self._target):
+            return taken
+        return replace(self._decode(mode, prompts, temperature, seed), stages=taken.stages)
 
     def _decode(
         self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int, **timing: bool

@@ -1,11 +1,13 @@
 """Prompts: questions of one or several turns, in categories."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ...commands import UserValueError
@@ -14,7 +16,6 @@ from ...files import MalformedRowError, load_conversations, parse_row, read_json
 
 logger = logging.get_logger(__name__)
 
-DEFAULT_CATEGORY = "all"
 # The published files of SPEED-Bench hold this in place of texts that it may not distribute.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
@@ -35,9 +36,7 @@ class Question:
     turns: tuple[str, ...]
 
 
-def read_prompts(
-    name: str, *, column: str | None = None, num_prompts: int | None = None, per_category: int | None = None
-) -> list[Question]:
+def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int | None = None) -> list[Question]:
     """
     Reads questions, also from the published files of Spec-Bench (`question.jsonl`) and SPEED-Bench (Parquet, or
     `"nvidia/SPEED-Bench:qualitative"`). Rows whose publisher left a placeholder for the text are left out.
@@ -46,7 +45,6 @@ def read_prompts(
         name: A JSONL, JSON or Parquet file, or a dataset: a folder or a name on the Hub, which may end in `:` and the
             name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`
             or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else the first.
-        column: Column of the texts.
         num_prompts: Maximum number of questions. By default all.
         per_category: Maximum number of questions per category. By default all.
 
@@ -57,16 +55,13 @@ def read_prompts(
     for option in (num_prompts, per_category):
         if option is not None and option < 1:
             raise UserValueError(f"At least one question has to be read, got {option}.")
-    rows = read_rows(name)
-    if not rows:
-        raise UserValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     seen: Counter[str] = Counter()
     questions: list[Question] = []
     num_placeholders = 0
-    for index, (where, row) in enumerate(rows):
+    for index, (where, row) in enumerate(_read_rows(name)):
         if len(questions) == num_prompts:
             break
-        question = _read_question(row, index, f"{where} of {name!r}", column)
+        question = _read_question(row, index, f"{where} of {name!r}")
         if any(turn.startswith(_PLACEHOLDER) for turn in question.turns):
             num_placeholders += 1
             continue
@@ -79,40 +74,30 @@ def read_prompts(
             f"own script fetches these texts: run it, and give the file that it writes."
         )
     if not questions:
-        raise UserValueError(
-            f"{name!r} holds placeholders instead of texts. Fetch them with the dataset's own script."
-        )
+        raise UserValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
     return questions
 
 
-def read_rows(name: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """
-    Returns the rows of a file or dataset, each with where it stands. The argument is that of [`read_prompts`].
-
-    Raises:
-        FileNotFoundError: `name` looks like a file, and there is none.
-        ValueError: The file is not JSONL in UTF-8.
-    """
+def _read_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the rows of a file or dataset, each with where it stands."""
     if name.endswith(".jsonl"):
-        return [(f"Line {number}", row) for number, row in read_json_lines(name)]
-    rows: list[tuple[str, Mapping[str, Any]]] = []
+        yield from ((f"Line {number}", row) for number, row in read_json_lines(name))
+        return
     for index, row in enumerate(load_conversations(name, split=None)):
         try:
-            rows.append((f"Row {index}", parse_row(row)))
+            yield f"Row {index}", parse_row(row)
         except MalformedRowError as error:
             raise UserValueError(f"Row {index} of {name!r} {error}. Each row must be a JSON object.") from error
-    return rows
 
 
-def _read_question(row: Mapping[str, Any], index: int, where: str, column: str | None) -> Question:
-    names = [column] if column is not None else ["turns", "prompt", "text"]
-    found = next((row[name] for name in names if row.get(name)), None)
-    if found is None:
-        raise UserValueError(f"{where} has the columns {sorted(row)}, and needs {' or '.join(map(repr, names))}.")
+def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:
+    found = row.get("turns") or row.get("prompt") or row.get("text")
+    if not found:
+        raise UserValueError(f"{where} has the columns {sorted(row)}, and needs 'turns' or 'prompt' or 'text'.")
     turns = tuple(found) if isinstance(found, (list, tuple)) else (found,)
     if not all(isinstance(turn, str) and turn for turn in turns):
         raise UserValueError(f"{where} has turns that are not text: {turns!r}.")
-    return Question(str(row.get("question_id", index)), str(row.get("category", DEFAULT_CATEGORY)), turns)
+    return Question(str(row.get("question_id", index)), str(row.get("category", "all")), turns)
 
 
 def pad_left(
@@ -122,9 +107,7 @@ def pad_left(
     Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Without a padding token, token 0 pads: it
     is masked.
     """
-    longest = max(map(len, prompts))
-    rows = [[pad_token_id or 0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(rows, device=device), "attention_mask": torch.tensor(mask, device=device),
-    }  # fmt: skip
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    seen = [torch.ones_like(row) for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return {"input_ids": pad(rows, padding_value=pad_token_id or 0), "attention_mask": pad(seen)}

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ...generation.drafting.candidate_generator import DraftOrigin
 from ...generation.observers import GenerationObserver, Stage, observing
-from ...generation.verification.placement import input_device
-from ...internals import num_compiled_graphs
+from ...generation.verification.placement import accelerators_of, input_device
 from ...model.modeling_gumiho import GumihoModel
-from .machine import accelerators_of, peak_memory
+from .machine import watch_memory
 
 
 @dataclass(frozen=True)
@@ -24,41 +23,25 @@ class DecodingTime:
     What decoding a batch took.
 
     Attributes:
-        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, this includes a
-            draft for each pass but the last, which may have none.
+        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, a last cycle that
+            drafts nothing, because one token is missing, is left out here and in the next two.
         num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
-        texts: Token ids of each row, prompt included.
+        answers: New tokens of each row, up to its end.
         total_seconds: Time of the call, prompt included.
         accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
         stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
         peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
-        num_compiled: Number of graphs that were compiled.
-        last_step: Time of the last cycle, if it drafted nothing because one token was missing.
     """
 
     seconds: float
     num_tokens: int
     num_passes: int
-    texts: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
     total_seconds: float = 0.0
     accepted_lengths: list[list[int]] | None = None
     stages: dict[str, float] | None = None
     peak_bytes: int | None = None
-    num_compiled: int = 0
-    last_step: float = 0.0
-
-    def of_drafted_cycles(self) -> "DecodingTime":
-        """Returns the same without the last cycle, if it was a step of plain decoding and not the only one."""
-        if not self.last_step or self.num_passes == 1:
-            return self
-        return replace(
-            self,
-            seconds=self.seconds - self.last_step,
-            num_tokens=self.num_tokens - 1,
-            num_passes=self.num_passes - 1,
-            last_step=0.0,
-        )
 
     @property
     def pass_seconds(self) -> float:
@@ -98,26 +81,35 @@ def time_decoding(
     keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
     if drafter is None:
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
-    num_graphs = num_compiled_graphs()
+    read_peak = watch_memory(input_device(target))
     with (
         nullcontext() if drafter is None else temporary_settings(drafter, settings or {}),
-        peak_memory(input_device(target)) as peak,
         stage_timer(*devices, stages=stages and drafter is not None) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
-    num_tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+    length = inputs["input_ids"].shape[1]
+    ends = target.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    num_tokens = output.sequences.shape[1] - length - 1
+    num_passes = num_tokens if drafter is None else timer.num_cycles
+    end = timer.end
+    if timer.end_of_drafts is not None and num_passes > 1:
+        num_tokens, num_passes, end = num_tokens - 1, num_passes - 1, timer.end_of_drafts
     return DecodingTime(
-        seconds=timer.end - (timer.prompt_end if drafter is not None else begins[0]),
+        seconds=end - (begins[0] if drafter is None else timer.prompt_end),
         num_tokens=num_tokens,
-        num_passes=num_tokens if drafter is None else timer.num_cycles,
-        texts=output.sequences.tolist(),
+        num_passes=num_passes,
+        answers=[_up_to_end(row[length:], ends) for row in output.sequences.tolist()],
         total_seconds=timer.total,
         accepted_lengths=getattr(output, "accepted_lengths", None),
         stages=timer.stages() if stages and drafter is not None else None,
-        peak_bytes=peak.num_bytes,
-        num_compiled=num_compiled_graphs() - num_graphs,
-        last_step=timer.last_step,
+        peak_bytes=read_peak(),
     )
+
+
+def _up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """Returns the tokens up to the first one that ends a text. What follows it is padding."""
+    return tokens[: next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))]
 
 
 def synchronize(*devices: torch.device) -> None:
@@ -148,6 +140,7 @@ class StageTimer(GenerationObserver):
         start: The clock's time at its beginning.
         prompt_end: The clock's time when the target had read the prompt.
         end: The clock's time at its end.
+        end_of_drafts: The clock's time when nothing more was drafted, as one token was missing.
     """
 
     def __init__(self, devices: Sequence[torch.device], with_stages: bool):
@@ -155,7 +148,7 @@ class StageTimer(GenerationObserver):
         self._devices, self._with_stages = devices, with_stages
         self._seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
-        self._end_of_drafts: float | None = None  # when nothing more was drafted, as one token was missing
+        self.end_of_drafts: float | None = None
         self.start = self.prompt_end = self.end = self._first_cycle = self.now()
 
     def on_stage_begin(self, stage: Stage) -> None:
@@ -177,7 +170,7 @@ class StageTimer(GenerationObserver):
 
     def on_tree(self, origin: DraftOrigin) -> None:
         if origin.source == "end":
-            self._end_of_drafts = self.now()
+            self.end_of_drafts = self.now()
 
     def now(self) -> float:
         """The clock's time when the devices have finished their work."""
@@ -188,11 +181,6 @@ class StageTimer(GenerationObserver):
     def total(self) -> float:
         """The time of the generation."""
         return self.end - self.start
-
-    @property
-    def last_step(self) -> float:
-        """The time of the last cycle, if it drafted nothing because one token was missing."""
-        return 0.0 if self._end_of_drafts is None else self.end - self._end_of_drafts
 
     def stages(self) -> dict[str, float]:
         """

@@ -6,13 +6,8 @@ from typing import Any
 import datasets
 import evaluate
 
-from transformers_gumiho.tools.metrics.acceptance import acceptance_statistics
+from transformers_gumiho.tools.metrics import acceptance_statistics
 
-
-_DESCRIPTION = """\
-How far drafts were accepted: the mean acceptance length tau, the acceptance of each draft position, and how many
-cycles were how long. A cycle commits the drafted tokens that the target agrees with and one bonus token.
-"""
 
 _INPUTS = """
 Args:
@@ -22,23 +17,15 @@ Args:
 
 Returns:
     The fields of `transformers_gumiho.tools.metrics.AcceptanceStatistics`, by name.
-
-Example:
-
-    >>> import evaluate
-    >>> from transformers_gumiho.tools.metrics import ACCEPTANCE_LENGTH
-    >>> metric = evaluate.load(ACCEPTANCE_LENGTH)
-    >>> metric.compute(predictions=[[1, 3], [4]])["tau_macro"]
-    3.0
 """
 
 
 class AcceptanceLength(evaluate.Metric):
-    """See the module."""
+    """How far drafts were accepted: the mean acceptance length, and the acceptance of each draft position."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
-            description=_DESCRIPTION,
+            description=self.__doc__,
             citation="",
             inputs_description=_INPUTS,
             features=datasets.Features({"predictions": datasets.Sequence(datasets.Value("int64"))}),

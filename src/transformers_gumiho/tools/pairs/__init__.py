@@ -1,7 +1,7 @@
 """The options that name a target and its drafter in all commands, loading both, and pairs with a short name."""
 
 from .arguments import DraftingArguments, PairArguments, TargetArguments, prompts_field
-from .loading import load_pair, load_target, use_options
+from .loading import load_pair, load_target, own_settings, use_options
 
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "TargetArguments",
     "load_pair",
     "load_target",
+    "own_settings",
     "prompts_field",
     "use_options",
 ]

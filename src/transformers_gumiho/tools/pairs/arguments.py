@@ -1,6 +1,5 @@
 """The options that name a target and a drafter, the same in all commands."""
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +38,7 @@ class TargetArguments:
         target, dtype = self.target, self.dtype
         if self.pair is not None:
             known = find_pair(self.pair)
-            target = target or known.find_target(_report)
+            target = target or known.find_target()
             if dtype == "auto" and not torch.accelerator.is_available():
                 dtype = known.cpu_dtype
         if target is None:
@@ -85,7 +84,3 @@ def prompts_field(default: Any = None, without: str = "") -> Any:
         f"on the Hub such as `nvidia/SPEED-Bench:qualitative`).{without}",
         default,
     )
-
-
-def _report(message: str) -> None:
-    sys.stderr.write(f"{message}\n")

@@ -20,17 +20,14 @@ class Pair:
     A target and the drafter that was trained for it.
 
     Attributes:
-        name: The name of the pair on a command line.
         folder: Its folder in the folder `examples` of the repository. It holds the drafter.
-        make_target: Returns the target's folder or its name on the Hub, and calls the function that it is given with
-            a line before anything slow. By default the target is beside the drafter.
+        make_target: Returns the target's folder or its name on the Hub. By default the target is beside the drafter.
         in_bfloat16: Whether a CPU that computes in bfloat16 runs it in bfloat16: whether reading weights takes most of
             its time.
     """
 
-    name: str
     folder: str
-    make_target: Callable[[Callable[[str], None]], str] | None = None
+    make_target: Callable[[], str] | None = None
     in_bfloat16: bool = False
 
     @property
@@ -45,9 +42,9 @@ class Pair:
         """Returns the drafter's folder. Raises `FileNotFoundError` where there is no clone of the repository."""
         return self._find("gumiho")
 
-    def find_target(self, report: Callable[[str], None]) -> str:
+    def find_target(self) -> str:
         """Returns the target's folder, which is created if necessary, or its name on the Hub."""
-        return self._find("target") if self.make_target is None else self.make_target(report)
+        return self._find("target") if self.make_target is None else self.make_target()
 
     def _find(self, model: str) -> str:
         name = f"{self.folder}/{model}"
@@ -55,12 +52,15 @@ class Pair:
             if (folder / "config.json").exists():
                 return str(folder)
         raise UserFileNotFoundError(
-            f"There is no folder examples/{name} here, which --pair {self.name} needs. Run this in a clone of "
+            f"There is no folder examples/{name} here, which this pair needs. Run this in a clone of "
             f"{_REPOSITORY}, or specify --target and --assistant."
         )
 
 
-PAIRS = [Pair("demo", "demo_pair"), Pair("smollm2", "smollm2", smollm2.find_target, in_bfloat16=True)]
+PAIRS = {
+    "demo": Pair("demo_pair"),
+    "smollm2": Pair("smollm2", smollm2.find_target, in_bfloat16=True),
+}
 
 
 def find_pair(name: str) -> Pair:
@@ -70,8 +70,7 @@ def find_pair(name: str) -> Pair:
     Raises:
         ValueError: No pair has this name.
     """
-    for pair in PAIRS:
-        if pair.name == name:
-            return pair
-    known = " or ".join(f"--pair {pair.name}" for pair in PAIRS)
-    raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
+    if name not in PAIRS:
+        known = " or ".join(f"--pair {name}" for name in PAIRS)
+        raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
+    return PAIRS[name]

@@ -48,18 +48,19 @@ def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     Raises:
         ValueError: A setting is out of range.
     """
-    config, before = drafter.generation_config, _settings(drafter)
+    config, before = drafter.generation_config, own_settings(drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
     given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
     if (lookup := given.pop("prompt_lookup_num_tokens", None)) is not None:
         config.update(prompt_lookup_num_tokens=lookup)
     override_settings(config, **given)
-    _settings(drafter)
+    own_settings(drafter)
 
 
-def _settings(drafter: GumihoModel) -> DraftingSettings:
+def own_settings(drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
+    """Returns the settings with which the drafter drafts for a batch. Raises `ValueError` if one is out of range."""
     return DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, device_type=drafter.device.type
+        drafter.generation_config, drafter.config, None, num_rows, drafter.device.type
     )
 
 

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct: from a package of the Python package index that is installed, or else from the Hub."""
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,10 @@ END_OF_TURN = "<|im_end|>"
 _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
 
 
-def find_target(report: Callable[[str], None] = lambda message: None) -> str:
+def find_target() -> str:
     """
     Returns the target's folder if the package is installed, which is converted once, and its name on the Hub
-    otherwise. The package's code is not run, and nothing is installed.
-
-    Args:
-        report: Called with a line of text before anything slow.
+    otherwise. The package's code is not run, and nothing is installed. Standard error says what happens.
 
     Raises:
         ImportError: The package is installed and the package `gguf`, which reads it, is not.
@@ -45,11 +42,13 @@ def find_target(report: Callable[[str], None] = lambda message: None) -> str:
         return str(folder)
     gguf = installed_file()
     if gguf is None:
-        report(f"The target is {HUB_NAME} on the Hub. `{INSTALL} gguf` gets it from the package index instead.")
+        sys.stderr.write(
+            f"The target is {HUB_NAME} on the Hub. `{INSTALL} gguf` gets it from the package index instead.\n"
+        )
         return HUB_NAME
     if not is_gguf_available():
         raise UserImportError(f"Reading the package {PACKAGE} needs `gguf`. Install it with `pip install gguf`.")
-    report(f"Converting the package {PACKAGE} once; the target stays in {folder}")
+    sys.stderr.write(f"Converting the package {PACKAGE} once; the target stays in {folder}\n")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")

@@ -1,7 +1,7 @@
 """Answering one prompt while it is read, and comparing two answers."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -30,7 +30,8 @@ class Answer:
         tokens: The new tokens.
         pieces: Their text in pieces of complete characters, each with whether it holds accepted drafts alone.
         cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
-        seconds: From the prompt to the newest token.
+        seconds: From the prompt to the newest token, without `waited`.
+        waited: Seconds in which other answers had the models.
         progress: Its state.
         problem: Why it failed.
     """
@@ -39,6 +40,7 @@ class Answer:
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     seconds: float = 0.0
+    waited: float = 0.0
     progress: Literal["queued", "generating", "done", "stopped", "failed"] = "queued"
     problem: str | None = None
 
@@ -81,7 +83,7 @@ class AnswerStreamer(BaseStreamer):
     ):
         self._answer, self._tokenizer, self._has_cycles = answer, tokenizer, has_cycles
         self._on_piece, self._on_step = on_piece, on_step
-        self._waiting: list[int] = []  # for the end of their cycle
+        self._num_written = 0
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
         self._piece: list[tuple[int, bool]] = []
 
@@ -91,28 +93,27 @@ class AnswerStreamer(BaseStreamer):
             self._context = value[0, -_CONTEXT:].tolist()
             return
         self._answer.tokens.append(int(value))
-        if self._has_cycles and len(self._answer.tokens) > 1:
-            self._waiting.append(int(value))
-        else:  # the first token is chosen after the prompt
-            self._write([(int(value), False)])
+        if not self._has_cycles or len(self._answer.tokens) == 1:  # the first token is chosen after the prompt
+            self._write(num_drafts=0)
             self._on_step()
 
     def end_cycle(self, cycle: Cycle) -> None:
         """Takes the cycle whose tokens have come."""
         self._answer.cycles.append(cycle)
-        self._write((token, index < len(cycle.accepted)) for index, token in enumerate(self._waiting))
-        self._waiting.clear()
+        self._write(len(cycle.accepted))
         self._on_step()
 
     def end(self) -> None:
         """Hands on the end of a text that ends within a character or, interrupted, within a cycle."""
-        self._write((token, False) for token in self._waiting)
+        self._write(num_drafts=0)
         self._hand_on(is_last=True)
 
-    def _write(self, tokens: Iterable[tuple[int, bool]]) -> None:
-        for token in tokens:
-            self._piece.append(token)
+    def _write(self, num_drafts: int) -> None:
+        """Hands on the tokens that have come, of which the first are accepted drafts."""
+        for index, token in enumerate(self._answer.tokens[self._num_written :]):
+            self._piece.append((token, index < num_drafts))
             self._hand_on()
+        self._num_written = len(self._answer.tokens)
 
     def _hand_on(self, is_last: bool = False) -> None:
         context, piece = self._context or [], [token for token, _ in self._piece]
@@ -141,7 +142,6 @@ def stream_answer(
     temperature: float,
     on_piece: Callable[[str, bool], None] = lambda text, is_draft: None,
     on_step: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Answer:
     """
     Writes an answer to a prompt, and returns it. Ctrl-C, or another `KeyboardInterrupt` in `on_step`, ends it.
@@ -156,12 +156,11 @@ def stream_answer(
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
         on_piece: Is called with each piece of the text, and whether it holds accepted drafts alone.
         on_step: Is called after each cycle; in plain decoding, after each token.
-        clock: Returns seconds.
     """
-    start = clock()
+    start = time.perf_counter()
 
     def note_step() -> None:
-        answer.seconds = clock() - start
+        answer.seconds = time.perf_counter() - start - answer.waited
         on_step()
 
     streamer = AnswerStreamer(answer, tokenizer, drafter is not None, on_piece, note_step)
@@ -179,7 +178,7 @@ def stream_answer(
         except KeyboardInterrupt:
             streamer.end()
             is_stopped = True
-    answer.seconds = clock() - start
+    answer.seconds = time.perf_counter() - start - answer.waited
     answer.progress = "stopped" if is_stopped else "done"  # last: who reads it may then read all else
     return answer
 

@@ -1,8 +1,7 @@
 """Finds the settings with which a drafter is fastest on a machine."""
 
-from .command import tune
+from .command import TuningArguments, tune
 from .contest import Standing
-from .finding import TuningArguments
 from .result import TuningResult, describe
 from .trees import Tree
 

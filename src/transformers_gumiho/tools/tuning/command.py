@@ -1,22 +1,44 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserValueError, as_user_errors, option
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
-from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import encode_turn
 from ..measuring.modes import Runner
 from ..measuring.prompts import read_prompts
-from ..pairs import load_pair
-from .finding import TuningArguments, find_settings
+from ..pairs import PairArguments, load_pair, own_settings, prompts_field
+from .contest import Contests, Prompts, Standing
 from .result import TuningResult
-from .trees import Tree, list_trees
+from .trees import Tree, list_sizes, list_trees, list_vocabularies
+
+
+@dataclass(kw_only=True)
+class TuningArguments(PairArguments):
+    """The options of `gumiho tune`; [`tune`] takes them, too. They name a pair, or a target and an assistant."""
+
+    prompts: str | None = prompts_field(without=" Without it, the target samples its own prompts.")
+    output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
+    num_prompts: int = option("Number of prompts: two thirds choose the tree, one third times the winner.", 18)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 64)
+    batch_sizes: list[int] = option("Numbers of rows for which to choose a tree size.", [1, 4, 8])
+    temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0)
+    tune_vocabulary: bool = option("Also choose the tokens that may be drafted.", True)
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserValueError(f"--temperature must be 0 (greedy) or a positive number, got {self.temperature}.")
 
 
 def tune(args: TuningArguments) -> TuningResult:
@@ -42,8 +64,10 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
-    own = _own_tree(target, drafter, min(args.batch_sizes, default=1))
-    trees = list_trees(drafter.config, own, TargetTraits.of(target).is_chain)
+    own = own_settings(drafter, min(args.batch_sizes, default=1))
+    shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
+    tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
+    trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)
     runner = Runner(target, tokenizer.pad_token_id, args.max_new_tokens)
     try:
         result = find_settings(runner, drafter, trees, prompts, args)
@@ -52,15 +76,6 @@ def tune(args: TuningArguments) -> TuningResult:
     drafter.generation_config.update(**result.settings)
     drafter.generation_config.save_pretrained(folder)
     return result
-
-
-def _own_tree(target: PreTrainedModel, drafter: GumihoModel, num_rows: int) -> Tree:
-    """Returns the tree with which the drafter decodes by its own settings."""
-    settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, num_rows, input_device(target).type
-    )
-    shape = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
-    return Tree(*shape, settings.draft_temperature, "all" if settings.draft_vocabulary is None else "own")
 
 
 def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]]:
@@ -74,3 +89,54 @@ def _sample_prompts(target: PreTrainedModel, num_prompts: int) -> list[list[int]
         beginnings, attention_mask=torch.ones_like(beginnings), do_sample=True, max_new_tokens=32, min_new_tokens=32
     )
     return texts.tolist()
+
+
+def find_settings(
+    runner: Runner, drafter: GumihoModel, trees: Sequence[Tree], prompts: Prompts, args: TuningArguments
+) -> TuningResult:
+    """
+    Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts. The first tree
+    is the drafter's own, which has its own settings again after each turn.
+
+    Raises:
+        ValueError: There are fewer than two prompts, no batch sizes, or all texts end with their first token.
+    """
+    if len(prompts) < 2:
+        raise UserValueError(
+            f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
+            f"Give more, or raise `num_prompts`."
+        )
+    if min(args.batch_sizes, default=0) < 1:
+        raise UserValueError(f"`batch_sizes` must be one or more numbers of at least 1, got {list(args.batch_sizes)}.")
+    contests = Contests(runner, drafter)
+    # Two thirds of the prompts are for the contests.
+    num_seen = min(math.ceil(len(prompts) * 2 / 3), len(prompts) - 1)
+    seen, unseen = prompts[:num_seen], prompts[num_seen:]
+    first, *further = sorted(set(args.batch_sizes))
+    by_tree = contests.hold("trees", trees, seen, first, args.temperature)
+    winner = next(iter(by_tree))
+    by_vocabulary: dict[Tree, Standing] = {}
+    vocabularies = list_vocabularies(winner, contests.vocab_size)
+    # A drafter's own output head scores a part of the vocabulary already, and no other tokens.
+    has_choice = len(vocabularies) > 1 and drafter.config.draft_vocab_size is None
+    if args.tune_vocabulary and has_choice and len(seen) > 1:
+        # A list is counted on the first half of the prompts and compared on the second half, because it loses no
+        # tokens on the texts that it was counted on. What is saved is counted on both halves.
+        half = len(seen) // 2
+        contests.count(seen[:half])
+        by_vocabulary = contests.hold("vocabularies", vocabularies, seen[half:], first, args.temperature)
+        winner = next(iter(by_vocabulary))
+        contests.count(seen)
+    chosen, refused = {first: winner}, {}
+    for rows in further:
+        try:
+            of_rows = contests.hold(f"{rows} rows", list_sizes(winner), seen, rows, args.temperature)
+            chosen[rows] = next(iter(of_rows))
+        except ValueError as error:  # some targets cannot verify drafts in padded batches
+            refused[rows] = str(error)
+    finals = {}
+    for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
+        for rows, tree in chosen.items():
+            name = f"{rows} rows, {kind}"
+            finals[kind, rows] = contests.hold(name, [tree], unseen, rows, temperature, is_final=True)[tree]
+    return TuningResult(trees[0], by_tree, by_vocabulary, chosen, contests.counted, finals, refused)

@@ -1,14 +1,25 @@
 """Successive halving: trees and plain decoding take turns, and each round removes the slower half of the trees."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from tqdm import tqdm
 
 from ...commands import UserValueError
+from ...model.decoding_settings import NEVER_PAUSES
+from ...model.modeling_gumiho import GumihoModel
+from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.timing import DecodingTime
-from .trees import Tree
+from .trees import Tree, num_counted
+
+
+# Numbers of turns after which trees are removed. Fewer trees decode more prompts in the same time.
+ROUNDS = (3, 6, 12)
+# Turns in which the winners are timed again.
+FINAL_TURNS = 6
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +52,7 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     Raises:
         ValueError: All texts end with their first token.
     """
-    # A cycle that drafts nothing is a step of plain decoding.
-    used = [
-        (drafted.of_drafted_cycles(), plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes
-    ]
+    used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
     if not used:
         raise UserValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
     tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
@@ -52,39 +60,69 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     return Standing(tau, statistics.median(ratios), len(used))
 
 
-def find_fastest(
-    trees: Sequence[Tree], decode: Callable[[Sequence[Tree], int], list[DecodingTime]], ends: Sequence[int], name: str
-) -> dict[Tree, Standing]:
-    """
-    Lets trees compete.
+class Contests:
+    """Contests of the trees of a drafter; `counted` are the tokens that trees with a counted vocabulary may draft."""
 
-    Args:
-        trees: The trees.
-        decode: Decodes the prompts of a turn plainly and with each tree; returns the times in this order.
-        ends: For each round, the number of turns until it ends. Each begins with half as many trees as the one before.
-        name: What the progress bar calls the contest.
+    def __init__(self, runner: Runner, drafter: GumihoModel):
+        self._runner, self._drafter = runner, drafter
+        self._texts: dict[tuple[int, ...], list[int]] = {}
+        self.vocab_size = drafter.config.get_text_config().vocab_size
+        self.counted: list[int] = []
 
-    Returns:
-        All trees, the fastest first. Removed trees follow, those that were removed last before the others.
+    def hold(
+        self,
+        name: str,
+        trees: Sequence[Tree],
+        prompts: Prompts,
+        rows: int,
+        temperature: float,
+        is_final: bool = False,
+    ) -> dict[Tree, Standing]:
+        """
+        Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch.
 
-    Raises:
-        ValueError: All texts end with their first token.
-    """
-    ranked = list(dict.fromkeys(trees))
-    pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
-    sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
-    rounds = list(zip([0, *ends], ends, sizes, strict=False))
-    # After the first round, a single tree ends the contest.
-    rounds = [(begin, end, size) for begin, end, size in rounds if size > 1 or begin == 0]
-    num_batches = sum((end - begin) * (1 + size) for begin, end, size in rounds)
-    with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
-        for begin, end, size in rounds:
-            competing, left = ranked[:size], ranked[size:]
-            for turn in range(begin, end):
-                plain, *drafted = decode(competing, turn)
-                bar.update(1 + size)
-                for tree, taken in zip(competing, drafted, strict=True):
-                    pairs[tree].append((taken, plain))
-            speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
-            ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
-    return {tree: compare(pairs[tree]) for tree in ranked}
+        Returns:
+            All trees, the fastest first. Removed trees follow, those that were removed last before the others.
+
+        Raises:
+            ValueError: All texts end with their first token.
+        """
+        ranked = list(dict.fromkeys(trees))
+        ends = (FINAL_TURNS,) if is_final else ROUNDS
+        pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
+        sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
+        rounds = zip([0, *ends], ends, sizes, strict=False)
+        # After the first round, a single tree ends the contest.
+        played = [(begin, end, size) for begin, end, size in rounds if size > 1 or begin == 0]
+        num_batches = sum((end - begin) * (1 + size) for begin, end, size in played)
+        with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
+            for begin, end, size in played:
+                competing, left = ranked[:size], ranked[size:]
+                modes = [PLAIN, *(self._mode(tree, is_final) for tree in competing)]
+                for turn in range(begin, end):
+                    # After the last prompt follows the first one.
+                    batch = [prompts[(turn * rows + row) % len(prompts)] for row in range(rows)]
+                    plain, *drafted = self._runner.compare(modes, batch, temperature, seed=turn)
+                    self._texts |= {(*p,): [*p, *a] for p, a in zip(batch, plain.answers, strict=True)}
+                    for tree, taken in zip(competing, drafted, strict=True):
+                        pairs[tree].append((taken, plain))
+                    bar.update(1 + size)
+                speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
+                ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
+        return {tree: compare(pairs[tree]) for tree in ranked}
+
+    def count(self, prompts: Prompts) -> None:
+        """Counts the tokens that occur most often in the texts of prompts; the most frequent come first."""
+        tokens = [token for prompt in prompts for token in self._texts.get(tuple(prompt), [])]
+        counts = torch.bincount(torch.tensor(tokens, device="cpu"), minlength=self.vocab_size)[: self.vocab_size]
+        self.counted = counts.argsort(descending=True, stable=True)[: num_counted(self.vocab_size)].tolist()
+
+    def _mode(self, tree: Tree, is_final: bool) -> DecodingMode:
+        # With pauses, cycles without drafts would be timed.
+        settings = tree.settings | {"break_even": NEVER_PAUSES}
+        if is_final:
+            # `break_even` is the time of a cycle that drafts. In runs of prompt lookup the drafter does not draft.
+            settings["prompt_lookup_num_tokens"] = 0
+        if tree.vocabulary != "own":
+            settings["draft_vocabulary"] = self.counted if tree.vocabulary == "counted" else None
+        return DecodingMode(str(tree), {"assistant_model": self._drafter}, settings)

@@ -39,8 +39,7 @@ class Tree:
     @property
     def settings(self) -> dict[str, Any]:
         """These settings as fields of a generation config, without the vocabulary."""
-        fields = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-        return {name: value for name, value in fields.items() if name != "vocabulary"}
+        return {name: value for name, value in asdict(self).items() if name != "vocabulary"}
 
 
 def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:

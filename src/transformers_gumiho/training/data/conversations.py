@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from ...files import MalformedRowError, parse_row
@@ -11,9 +12,12 @@ from ...files import MalformedRowError, parse_row
 # Who speaks, as datasets write it and as chat templates want it.
 _ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user"}
 _ROLES |= dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant")
-_ROLES |= dict.fromkeys(("tool", "function", "observation"), "tool")
+_ROLES |= dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
 # The names that servers, datasets and templates have for what the assistant thinks.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_CONVERSATION = ("messages", "conversations", "conversation")
+_SYSTEM = ("system", "system_prompt")
+_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _FORMS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
 
@@ -27,7 +31,7 @@ class Example:
         first_trained: The assistant's turns from this one on are the target's.
         ended: Whether the last answer ended, or else was cut at a limit.
         extras: What the row gives its template: `tools`, `documents` and further arguments.
-        drops_answer: Whether the row began with an answer, which is left out.
+        drops_answer: Whether the row began with answers, which are left out.
         text: Of a text, for which there is no chat template, the column of it: `completion` or `text`.
         generations: What the target read and wrote each time, as token ids, if it wrote the row.
     """
@@ -52,10 +56,10 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     Reads a row in any of the known forms.
 
     Args:
-        row: `messages` or `conversations` (a list of `role` and `content`, or of `from` and `value`), `prompt` and
-            `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these. `tools`,
-            `documents` and `chat_template_kwargs` are for the template. Where `ended` is false, the last answer was
-            cut at a limit.
+        row: `messages`, `conversations` or `conversation` (a list of `role` and `content`, or of `from` and `value`),
+            `prompt` and `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these.
+            `system` (or `system_prompt`) is the system prompt of a conversation without one. `tools`, `documents` and
+            `chat_template_kwargs` are for the template. Where `ended` is false, the last answer was cut at a limit.
         has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
         answered: Whether the answers of the row are used. Otherwise a question needs none.
 
@@ -65,47 +69,71 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     row = parse_row(row)
     if "skipped" in row:
         raise MalformedRowError(str(row["skipped"]))
-    prompt, completion, text = row.get("prompt"), row.get("completion"), ""
-    turns, first_trained = row.get("messages", row.get("conversations")), 0
-    if turns is None and prompt is not None and (completion is not None or not (answered or row.get("text"))):
-        if isinstance(prompt, str) and isinstance(completion, str | None):
-            text = "" if has_template else "completion"
-            prompt = [{"role": "user", "content": prompt}]
-            completion = completion and [{"role": "assistant", "content": completion}]
-        if not isinstance(prompt, list) or not isinstance(completion or [], list):
-            raise MalformedRowError("`prompt` and `completion` are neither both text nor both messages")
-        turns, first_trained = prompt + (completion or []), len(prompt)
-    elif turns is None and row.get("text"):
-        text, empty = "text", {"role": "user", "content": ""}
-        # The target continues it, or has written it.
-        turns = [empty, {"role": "assistant", "content": row[text]}] if answered else [empty | {"content": row[text]}]
-    if turns is None:
-        raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")
+    turns, first_trained, text = _find_turns(row, has_template, answered)
     if not isinstance(turns, list) or not turns:
         raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = [_read_message(turn, answered) for turn in turns]
     if not answered and messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     # The continuation of a conversation that was cut in two begins with an answer to a question that is not here.
-    drops_answer = messages[0]["role"] == "assistant"
-    extras = _parsed(row.get("chat_template_kwargs", {}))
-    extras |= {name: _parsed(row[name]) for name in ("tools", "documents") if row.get(name)}
-    example = Example(
-        messages[drops_answer:], max(first_trained - drops_answer, 0), row.get("ended", True), extras, drops_answer,
-        text, _read_generations(row),
-    )  # fmt: skip
+    num_dropped = len(list(takewhile(lambda message: message["role"] == "assistant", messages)))
+    messages, first_trained = messages[num_dropped:], max(first_trained - num_dropped, 0)
+    system = next((row[name] for name in _SYSTEM if row.get(name)), None)
+    if system and not text and not {"system", "developer"} & {message["role"] for message in messages}:
+        messages.insert(0, _read_message({"role": "system", "content": system}, answered))
+        first_trained += 1
+    extras = _parsed(row.get("chat_template_kwargs") or {})
+    if not isinstance(extras, dict):
+        raise MalformedRowError("its `chat_template_kwargs` are no object, nor the JSON of one")
+    extras |= {name: _read_objects(row, name) for name in ("tools", "documents") if row.get(name)}
+    ended, generations = row.get("ended", True), _read_generations(row)
+    example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)
     if not example.turns:
         raise MalformedRowError("the assistant says nothing")
     return example
 
 
+def first_question(row: Mapping[str, Any]) -> str | None:
+    """Returns what a user says first in a row, or how its text begins; `None` where it cannot be used."""
+    try:
+        example = read_row(row, has_template=True, answered=False)
+    except MalformedRowError:
+        return None
+    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
+    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
+
+
+def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:
+    """Returns the messages of a row, the first one that may be trained on, and for a text the column of it."""
+    name = next((name for name in _CONVERSATION if name in row), None)
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if name is not None:
+        return _parsed(row[name]), 0, ""
+    if prompt is not None and (completion is not None or not (answered or row.get("text"))):
+        is_text = isinstance(prompt, str) and isinstance(completion, str | None)
+        if is_text:
+            prompt = [{"role": "user", "content": prompt}]
+            completion = completion and [{"role": "assistant", "content": completion}]
+        if not isinstance(prompt, list) or not isinstance(completion or [], list):
+            raise MalformedRowError("`prompt` and `completion` are neither both text nor both messages")
+        return prompt + (completion or []), len(prompt), "completion" if is_text and not has_template else ""
+    if not row.get("text"):
+        raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")
+    empty = {"role": "user", "content": ""}
+    # The target continues it, or has written it.
+    if answered:
+        return [empty, {"role": "assistant", "content": row["text"]}], 0, "text"
+    return [empty | {"content": row["text"]}], 0, "text"
+
+
 def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
-    message = dict(turn) if isinstance(turn, Mapping) else {}
+    message = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
-    role, calls = _ROLES.get(str(name).lower()), message.get("tool_calls")
+    role, calls = _ROLES.get(str(name).lower()), message.get("tool_calls") and _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        content = "".join(part["text"] for part in content)
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        content = "".join(part["text"] for part in parts)
     is_open = role == "assistant" and not answered
     if name is None or (content is None and not (calls or reasoning or is_open)):
         raise MalformedRowError("a message has no `role` or `content`")
@@ -118,25 +146,39 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     message |= {"role": role, "content": content}
     if reasoning:
         message |= dict.fromkeys(REASONING, reasoning)
-    if calls:
-        message["tool_calls"] = [_with_arguments(call) for call in calls]
-    return message
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def _with_arguments(call: Any) -> Any:
-    """Returns a tool call whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
-    function = call.get("function", call)
-    parsed = dict(function) | {"arguments": _parsed(function.get("arguments", {}))}
-    return call | {"function": parsed} if "function" in call else parsed
+def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns tool calls whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
+    calls = _read_objects(message, "tool_calls")
+    functions = [call.get("function", call) for call in calls]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise MalformedRowError("a tool call has no function with a `name`")
+    parsed = [function | {"arguments": _parsed(function.get("arguments", {}))} for function in functions]
+    return [call | {"function": new} if "function" in call else new for call, new in zip(calls, parsed, strict=True)]
+
+
+def _read_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns a list of objects; the list or each object may be written as JSON."""
+    found = _parsed(row[name])
+    found = [_parsed(item) for item in found] if isinstance(found, list) else [None]
+    if not all(isinstance(item, dict) for item in found):
+        raise MalformedRowError(f"its `{name}` are no list of objects, nor the JSON of one")
+    return found
 
 
 def _read_generations(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     try:
         if "generations" in row:
-            return [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
-        return [(item["prompt"], item["answer"]) for item in row.get("written", [])]  # as earlier versions named them
+            found = [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
+        else:  # as earlier versions named them
+            found = [(item["prompt"], item["answer"]) for item in row.get("written", [])]
+        if all(isinstance(token, int) and token >= 0 for pair in found for ids in pair for token in ids):
+            return found
     except (KeyError, TypeError):
-        raise MalformedRowError("its `generations` are no list of `prompt_ids` and `answer_ids`") from None
+        pass
+    raise MalformedRowError("its `generations` are no list of `prompt_ids` and `answer_ids`")
 
 
 def _parsed(value: Any) -> Any:

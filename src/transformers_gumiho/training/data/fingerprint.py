@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from ...commands import UserFileNotFoundError
+from ...commands import UserFileNotFoundError, UserValueError
 from ...model.fingerprint import VOLATILE
 
 
@@ -82,7 +82,10 @@ def _sampled(path: Path) -> list[tuple[str, str, str, bytes]]:
             size = path.stat().st_size
             return [(path.name, str(size), "", _some_bytes(file, 0, size))]
         begin = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(begin - 8))
+        try:
+            header = json.loads(file.read(begin - 8))
+        except (ValueError, OverflowError) as error:
+            raise UserValueError(f"{str(path)!r} is damaged: {error}. Write or download it again.") from error
         header.pop("__metadata__", None)
         return [
             (name, str(of["shape"]), of["dtype"], _some_bytes(file, *(begin + at for at in of["data_offsets"])))

@@ -1,5 +1,6 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -82,7 +83,7 @@ class WritingArguments:
 
 @dataclass(kw_only=True)
 class DataArguments(WritingArguments):
-    """The options of `gumiho data`; [`data`] takes them, too."""
+    """The options of `gumiho data`."""
 
     output_file: str = option("The new dataset, as JSONL.", REQUIRED)
     seed: int = option("Seed for sampling.", 0)
@@ -90,7 +91,7 @@ class DataArguments(WritingArguments):
 
 @dataclass(kw_only=True)
 class RecipeArguments(WritingArguments):
-    """The options of `gumiho train` besides those of `GumihoTrainingArguments`; [`train`] takes both."""
+    """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
@@ -178,12 +179,23 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
 
 def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
     """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
-    if unknown := set(defaults) - {item.name for kind in kinds for item in fields(kind)}:
+    kind_of = {item.name: str(item.type) for kind in kinds for item in fields(kind)}
+    if unknown := set(defaults) - set(kind_of):
         raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho {name} --help`.")
     output = "--output_dir DIR" if name == "train" else "--output_file FILE"
     usage = f"--target NAME --data FILE|DATASET|none {output}"
     groups = HELP if name == "train" else None
+    defaults = {option: _as_given(value, kind_of[option]) for option, value in defaults.items()}
     return commands.parse(kinds, name, words, summary, usage=usage, defaults=defaults, groups=groups)
+
+
+def _as_given(value: Any, kind: str) -> Any:
+    """Returns a value of a YAML file as an option of this kind has it on the command line."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if kind.startswith("list") and not isinstance(value, list | None):
+        return [value]
+    return str(value).lower() if isinstance(value, bool) and "bool" not in kind else value
 
 
 # What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.

@@ -14,64 +14,40 @@ from .stages import Measures, Run
 from .writing import load_tokenizer, write_answers
 
 
-def data(args: DataArguments) -> None:
+def run_data_command(words: Sequence[str]) -> None:
     """
     Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. If you stop
     it, run it again with the same options, and it continues.
-
-    Raises:
-        EndpointError: The server does not answer.
-        ValueError: Options contradict each other, or the file was begun with others.
-        OSError: The disk is full. What was written stays.
     """
+    (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
     args.check()
     write_answers(args, load_tokenizer(args), args.output_file, args.seed)
 
 
-def train(
-    args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], output_dir: str, measures: Measures
-) -> None:
+def run_train_command(words: Sequence[str], measures: Measures) -> None:
     """
     Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
     tuned for this machine and compared with plain decoding. If you stop it, run it again with the same
     options, and it continues.
 
-    Args:
-        args: The options.
-        phases: Training arguments by the name of the phase: see [`phases_of`].
-        output_dir: Receives the drafter with its tokenizer and card; everything else goes into `work/` within it.
-        measures: Does the stages `tune` and `evaluate`.
-
-    Raises:
-        ValueError: Options contradict each other, or a file was begun with others.
-        OSError: The disk is too small or full. What was written stays.
+    The drafter goes into the output folder, and everything else into `work/` within it. `measures` does the stages
+    `tune` and `evaluate`.
     """
+    args, training_args = _parse(words, {})
     args.check()
+    if args.packing is None:
+        args.packing = RECIPES[args.recipe].packing
+    phases, folder = phases_of(words, args, training_args), Path(training_args.output_dir)
     for number, phase in enumerate(phases.values()):
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
-    (Path(output_dir) / "work").mkdir(parents=True, exist_ok=True)
-    run = Run(args, phases, Path(output_dir), measures)
+    (folder / "work").mkdir(parents=True, exist_ok=True)
+    run = Run(args, phases, folder, measures)
     if args.restart is not None and not args.plan:
         run.forget(args.restart)
     if args.plan or not run.has_begun:
         run.plan()
     if not args.plan:
         run.run()
-
-
-def run_data_command(words: Sequence[str]) -> None:
-    """`gumiho data`."""
-    (args,) = parse([DataArguments], "data", words, {}, _summary(data))
-    data(args)
-
-
-def run_train_command(words: Sequence[str], measures: Measures) -> None:
-    """`gumiho train`."""
-    args, training_args = _parse(words, {})
-    args.check()
-    if args.packing is None:
-        args.packing = RECIPES[args.recipe].packing
-    train(args, phases_of(words, args, training_args), training_args.output_dir, measures)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
 
 
@@ -99,7 +75,7 @@ def phases_of(
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
     """Returns the options: those given, then those of the device, then `defaults`, the recipe's."""
     defaults = defaults | device_defaults(words)
-    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, defaults, _summary(train))
+    return parse([RecipeArguments, GumihoTrainingArguments], "train", words, defaults, _summary(run_train_command))
 
 
 def _summary(command: Any) -> str:

@@ -50,8 +50,9 @@ def _read(path: Path, device: str) -> dict[str, Any]:
         found = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise UserValueError(f"{str(path)!r} is no YAML: {error}") from error
-    if not isinstance(found, dict) or (unknown := set(found) - set(_PARTS)):
-        wrong = "no parts" if not isinstance(found, dict) else f"the part {min(unknown)!r}"
+    unknown = sorted(map(str, set(found) - set(_PARTS))) if isinstance(found, dict) else []
+    if unknown or not isinstance(found, dict) or not all(isinstance(part, dict | None) for part in found.values()):
+        wrong = f"the part {unknown[0]!r}" if unknown else "no parts with options"
         raise UserValueError(
             f"{str(path)!r} has {wrong}. Its parts are {', '.join(_PARTS)}, each with options below it."
         )

@@ -1,18 +1,21 @@
 """What the results of a run were made from: the options and contents that decide them, by stage and phase."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .. import FeatureDataset, GumihoTrainingArguments
+from ...files import Record
+from ...model.configuration_gumiho import GumihoConfig
+from .. import GumihoTrainingArguments
 from ..data.fingerprint import (
     checkpoint_fingerprint,
     conversations_fingerprint,
     file_fingerprint,
     tokenizer_fingerprints,
 )
+from ..feature_cache import MADE_FROM
 from .arguments import RecipeArguments, WritingArguments
 
 
@@ -23,7 +26,8 @@ _CONTENTS = {
 # Training arguments that cannot change the drafter: logging, saving, evaluating, loading, the Hub, devices. What is
 # not named here is recorded, so that an option of a later release is not ignored.
 _NO_PART = re.compile(
-    r"(log|logging|save|eval|dataloader|hub|ddp|fsdp|deepspeed|torch_compile|torchdynamo|trackio|include|do)(_.*)?"
+    r"(log|logging|save|eval|hub|ddp|fsdp|deepspeed|torch_compile|torchdynamo|trackio|include|do)(_.*)?"
+    r"|dataloader_(?!drop_last).*"
     r"|output_dir|push_to_hub.*|report_to|run_name|project|disable_tqdm|use_cpu|local_rank|accelerator_config"
     r"|parallelism_config|per_device.*|gradient_accumulation_steps|gradient_checkpointing.*|max_steps"
     r"|num_train_epochs|resume_from_checkpoint|load_best_model_at_end|metric_for_best_model|greater_is_better"
@@ -61,16 +65,25 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
 
 def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
-    caches = [FeatureDataset(folder).made_from for folder in folders]
+    caches = [Record(Path(folder) / MADE_FROM).made_from for folder in folders]
     return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 
+def drafter_contents(config: GumihoConfig) -> dict[str, Any]:
+    """Returns what decides how a drafter is made, whether by an option, by a recipe or by default."""
+    names = ("num_serial_tokens", "num_parallel_heads", "transition_rank", "target_layer_ids")
+    return {name: getattr(config, name) for name in names}
+
+
 def training_contents(
-    args: RecipeArguments, training_args: GumihoTrainingArguments, drafter_fields: Mapping[str, Any], start: str | None
+    args: RecipeArguments, training_args: GumihoTrainingArguments, start: str | None
 ) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
-    options = {name: value for name, value in training_args.to_dict().items() if not _NO_PART.fullmatch(name)}
-    return options | dict(drafter_fields) | {
+    values = training_args.to_dict()
+    options = {name: value for name, value in values.items() if not _NO_PART.fullmatch(name)}
+    if training_args.load_best_model_at_end:  # these choose the drafter
+        options |= {name: values[name] for name in ("metric_for_best_model", "greater_is_better")}
+    return options | {
         "rows_per_step": training_args.rows_per_step,
         "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),

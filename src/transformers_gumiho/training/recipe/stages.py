@@ -19,20 +19,28 @@ from ...model.configuration_gumiho import GumihoConfig
 from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
-    FeatureDataset,
     GumihoTrainingArguments,
     cache_size,
     load_conversations,
     prepare_dataset,
     write_feature_cache,
 )
+from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.preparation import split_rows
-from ..feature_cache import MADE_FROM, MANIFEST, TARGET_FOLDER, layer_fields, row_lengths
+from ..feature_cache import (
+    MADE_FROM,
+    MANIFEST,
+    TARGET_FOLDER,
+    CacheManifest,
+    is_complete,
+    layer_fields,
+    row_lengths,
+)
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
-from .records import cached_contents, rows_contents, target_contents, writing_contents
+from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .training import (
     Training,
     cached_data,
@@ -40,7 +48,6 @@ from .training import (
     online_data,
     prepared,
     prepared_held_out,
-    prompt_of,
     resolved,
     unsplit_models,
 )
@@ -194,7 +201,7 @@ class Run:
         """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
         args = self.args
         if args.features is not None:
-            lengths = [length for folder in args.features for length in FeatureDataset(folder).manifest.lengths]
+            lengths = [length for folder in args.features for length in CacheManifest.load(Path(folder)).lengths]
             return len(lengths), sum(lengths) / len(lengths)
         rows = self.rows
         if rows is None:
@@ -202,7 +209,7 @@ class Run:
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
         max_length = row_length(args, self.target_config)
         if args.regenerate:
-            tokens = sum(len(tokenizer(prompt_of(row) or "")["input_ids"]) for row in sample) / len(sample)
+            tokens = sum(len(tokenizer(first_question(row) or "")["input_ids"]) for row in sample) / len(sample)
             return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
         encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
         lengths = row_lengths(encoded) or [0]
@@ -255,6 +262,11 @@ class Run:
         if args.features is not None or args.cache_features == "false":
             return
         contents, (trained, held_out) = self.cache_contents, self._split()
+        record = Record(self.work / "features" / MADE_FROM)
+        folders = [folder for folder in (self.work / "features", self.work / "held_out") if folder.exists()]
+        if self.is_main and record.is_finished and not all(map(is_complete, folders)):
+            record.write(record.made_from)  # what is missing or damaged is written again
+        PartialState().wait_for_everyone()
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
@@ -295,6 +307,7 @@ class Run:
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target
 
+        contents = contents | drafter_contents(self.drafter_config)
         Training(args, self.fields, data, load, contents, self.folder).run(self.phases)
         self.release_target()
 
@@ -313,6 +326,7 @@ class Run:
         self.release_target()
         contents = {
             "drafter": checkpoint_fingerprint(self.folder),
+            "num_measured_prompts": num_prompts,
             "prompts": file_fingerprint(self.prompt_file),
             "measured_new_tokens": args.measured_new_tokens,
             "target_dtype": args.target_dtype,
@@ -348,7 +362,7 @@ class Run:
 
     def _write_prompts(self) -> int:
         """Writes prompts of the rows that are held out into a file, and returns their number."""
-        prompts = [text for text in map(prompt_of, self._split()[1] or []) if text is not None]
+        prompts = [text for text in map(first_question, self._split()[1] or []) if text is not None]
         prompts = prompts[: self.args.num_measured_prompts]
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]

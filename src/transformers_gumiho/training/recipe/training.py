@@ -1,7 +1,7 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import MalformedRowError, Record
+from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
@@ -28,7 +28,7 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..data.conversations import read_row
+from ..data.conversations import first_question
 from ..data.preparation import held_out_numbers
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from .arguments import RecipeArguments
@@ -38,7 +38,6 @@ from .records import training_contents
 from .writing import row_length, say
 
 
-_TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
 
 
@@ -52,7 +51,7 @@ class Training:
         fields: Those of the drafter's config that are not the defaults.
         data: Arguments of the trainer, from [`cached_data`] or [`online_data`].
         load_source: Gives the target or its cached features. It is called only if there is anything to train.
-        made_from: What the data was made from.
+        made_from: What the data and the drafter are made from.
         folder: The run's folder.
     """
 
@@ -75,7 +74,7 @@ class Training:
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             record = Record(Path(training_args.output_dir) / MADE_FROM)
-            contents = self.made_from | training_contents(args, training_args, self.fields, start)
+            contents = self.made_from | training_contents(args, training_args, start)
             is_longer = _is_longer(record, contents, training_args, name)
             PartialState().wait_for_everyone()
             if record.is_finished and not is_longer:
@@ -90,8 +89,9 @@ class Training:
                 if is_main:
                     record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
-        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows}
-        if trainer is None and whole.is_finished and whole.made_from == how:
+        how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
+        is_there = any(self.folder.glob("*model*.safetensors"))
+        if trainer is None and is_there and whole.is_finished and whole.made_from == how:
             return
         # There is no trainer where the run was stopped after its last phase.
         trainer = trainer or self._trainer(name, training_args, start, _state_in(training_args.output_dir))
@@ -110,7 +110,8 @@ class Training:
         state = _state_in(checkpoint) if checkpoint else None
         if state is not None and _has_ended(state, training_args):
             # It was stopped before its result was kept.
-            trainer = self._trainer(phase, training_args, state.best_model_checkpoint or checkpoint, state)
+            best = Path(training_args.output_dir) / f"checkpoint-{state.best_global_step}"
+            trainer = self._trainer(phase, training_args, str(best) if best.is_dir() else checkpoint, state)
         else:
             trainer = self._trainer(phase, training_args, start)
             if checkpoint:
@@ -233,7 +234,7 @@ def online_data(
         train_rows, report = prepared(args, tokenizer, target_config, rows)
         eval_rows = prepared_held_out(args, tokenizer, target_config, held_out)
     say(f"training data: {report}")
-    texts = [text for text in map(prompt_of, held_out or []) if text is not None]
+    texts = [text for text in map(first_question, held_out or []) if text is not None]
     prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
     return {
         "train_dataset": train_rows,
@@ -262,16 +263,6 @@ def prepared_held_out(args: RecipeArguments, tokenizer: Any, target_config: Any,
         return None
     say(f"held-out rows: {report}")
     return dataset
-
-
-def prompt_of(row: Mapping[str, Any]) -> str | None:
-    """Returns what a user says first in a row, or how its text begins."""
-    try:
-        example = read_row(row, has_template=True, answered=False)
-    except MalformedRowError:
-        return None
-    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
 
 
 def _make_drafter(

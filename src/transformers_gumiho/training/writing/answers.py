@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ...commands import UserValueError
 from ...files import MalformedRowError
 from ...model.open_text import with_template_kwargs
-from ..data.conversations import Example, read_row
+from ..data.conversations import Example, first_question, read_row
 from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Sampling, Task
@@ -125,9 +125,9 @@ def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings:
         written["left_out"] = str(error)  # the turns from here on
     if example.text == "completion":
         written = {"prompt": history[0]["content"], "completion": text}
-    elif example.text:
-        begun = renderer.decode(prompt).removeprefix(renderer.tokenizer.bos_token or "")
-        written = {"text": begun + text}
+    elif example.text:  # decoded as one, as the prompt may end within a character
+        new = generation["answer_ids"][: -1 if generation["ended"] else None]
+        written = {"text": renderer.decode([*prompt, *new]).removeprefix(renderer.tokenizer.bos_token or "")}
     columns = {name: value for name, value in example.extras.items() if name in ("tools", "documents")}
     if others := {name: value for name, value in example.extras.items() if name not in columns}:
         columns["chat_template_kwargs"] = others
@@ -139,6 +139,8 @@ def _ask(
     prompt: list[int], renderer: Renderer, settings: WritingSettings, sampling: Sampling | None, seed: int
 ) -> Generator[Request, Completion, tuple[str, dict[str, Any]]]:
     """Returns the text of what the target writes after a prompt, and its tokens, or raises `MalformedRowError`."""
+    if not prompt:
+        raise MalformedRowError("its prompt holds no tokens")
     room = settings.max_length - len(prompt)
     if room < 1:
         raise MalformedRowError("there is no room for an answer within the maximum length")
@@ -176,19 +178,10 @@ def loops(ids: list[int]) -> bool:
 
 def _batches(dataset: Dataset, batch_size: int) -> list[list[int]]:
     """Returns the numbers of the rows of each batch: of similar length, and batches of all lengths in every part."""
-    lengths, window = list(map(_num_characters, dataset)), _SORTED_BATCHES * batch_size
+    lengths, window = [len(first_question(row) or "") for row in dataset], _SORTED_BATCHES * batch_size
     numbers = [
         number
         for start in range(0, len(lengths), window)
         for number in sorted(range(start, min(start + window, len(lengths))), key=lengths.__getitem__)
     ]
     return [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
-
-
-def _num_characters(row: Mapping[str, Any]) -> int:
-    """Returns the length of a row's first prompt."""
-    try:
-        example = read_row(row, has_template=True, answered=False)
-    except MalformedRowError:
-        return 0
-    return sum(len(message["content"] or "") for message in example.messages[: example.turns[0]])

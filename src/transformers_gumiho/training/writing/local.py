@@ -22,10 +22,13 @@ from .requests import Completion, Request, Sampling, Task
 _NUM_TOKENS = 32
 # Most nuclei have fewer tokens. Sorting a large vocabulary in each step costs as much as a small target.
 _NUM_CANDIDATES = 256
-# In place of what a target's own config may say, so that `generate()` returns one row per prompt, and only its tokens.
+# In place of what a target's own config may say, so that `generate()` returns one row per prompt, and only its tokens,
+# and nothing depends on where a row is padded or a piece of it begins.
 _ONE_ROW_EACH: dict[str, Any] = {
     "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False,
     "min_new_tokens": None, "stop_strings": None, "max_time": None, "prompt_lookup_num_tokens": None,
+    "use_cache": True, "cache_implementation": None, "min_length": 0, "forced_eos_token_id": None,
+    "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
 }  # fmt: skip
 
 
@@ -72,7 +75,8 @@ class LocalEngine:
         ends, device = self.ends.union(*(request.ends for request in requests)), input_device(self.target)
         padding, longest = min(ends, default=0), max((len(request.prompt_ids) for request in requests), default=0)
         gaps = [longest - len(request.prompt_ids) for request in requests]
-        prompts = [[padding] * gap + request.prompt_ids for gap, request in zip(gaps, requests, strict=True)]
+        # Padded with tokens of their own: penalties on repetition count them.
+        prompts = [r.prompt_ids[:1] * gap + r.prompt_ids for gap, r in zip(gaps, requests, strict=True)]
         ids, places = torch.tensor(prompts, device=device), torch.arange(longest, device=device)
         mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
         cache = DynamicCache(config=self.target.config)

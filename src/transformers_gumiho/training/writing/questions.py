@@ -5,7 +5,7 @@ import random
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ def synthesize_dataset(
     sampling, openings, useful = sampling or Sampling(), list(openings) or [""], list[str]()
     begun_with = {"target": engine.fingerprint, "openings": openings, "sampling": repr(sampling), "seed": seed}
     begun_with |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens}
-    asker = _Asker(Renderer(tokenizer), *find_user_turn(tokenizer), openings, max_prompt_tokens, sampling, seed)
+    turn, renderer = find_user_turn(tokenizer), Renderer(tokenizer)
+    ask = partial(_ask, renderer, turn, openings, max_prompt_tokens, sampling, seed)
     together, num_written = engine.batch_size or _NUM_TOGETHER, 0
     with row_file(output_file, begun_with) as file:
         while len(useful) < num_prompts:
@@ -100,7 +101,7 @@ def synthesize_dataset(
             num_batches = math.ceil((num_prompts - len(useful)) / together)
             num_batches = num_batches if num_written else min(num_batches, _NUM_TRIED)
             starts = [num_written + batch * together for batch in range(num_batches)]
-            file.write([range(start, start + together) for start in starts], asker.ask, engine, "target asks")
+            file.write([range(start, start + together) for start in starts], ask, engine, "target asks")
             num_written += num_batches * together
             rows = file.rows()
             useful = _mark_duplicates(rows[:num_written])
@@ -126,35 +127,27 @@ def _mark_duplicates(rows: list[dict[str, Any]]) -> list[str]:
     return list(useful.values())
 
 
-@dataclass
-class _Asker:
-    renderer: Renderer
-    opening: str
-    closing: str
-    openings: list[str]
-    max_tokens: int
-    sampling: Sampling
-    seed: int
-
-    def ask(self, number: int) -> Task:
-        """Asks for what a user might say first; what it draws depends on its number alone."""
-        tokenizer, first_words = self.renderer.tokenizer, self.openings[number % len(self.openings)]
-        prompt = self.renderer.encode(self.opening + first_words)
-        seed = random.Random(f"{self.seed} question {number}").getrandbits(31)
-        # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
-        ends = {*self.renderer.encode(self.closing)[:1]} & {*tokenizer.all_special_ids} | {tokenizer.eos_token_id}
-        try:
-            ids, ended = yield Request(
-                prompt, self.max_tokens, self.sampling, seed, frozenset(ends - {None}), self.closing
-            )
-        except MalformedRowError as error:
-            return {"prompt": "", "dropped": str(error)}
-        text = first_words + self.renderer.continuation(prompt, ids[: -1 if ended else None])
-        cut = (text.split(self.closing)[0] if self.closing else text).strip()
-        reason = why_degenerate(cut, ended or cut != text.strip(), list(tokenizer.all_special_tokens))
-        if first_words and cut == first_words.strip():
-            reason = "nothing after its opening"
-        return {"prompt": cut} | ({} if reason is None else {"dropped": reason})
+def _ask(
+    renderer: Renderer, turn: tuple[str, str], openings: list[str], max_tokens: int, sampling: Sampling, seed: int,
+    number: int,
+) -> Task:  # fmt: skip
+    """Asks for what a user might say first; what it draws depends on its number alone."""
+    tokenizer, (opening, closing), first_words = renderer.tokenizer, turn, openings[number % len(openings)]
+    prompt, chance = renderer.encode(opening + first_words), random.Random(f"{seed} question {number}")
+    # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
+    ends = {*renderer.encode(closing)[:1]} & {*tokenizer.all_special_ids} | {tokenizer.eos_token_id}
+    try:
+        ids, ended = yield Request(
+            prompt, max_tokens, sampling, chance.getrandbits(31), frozenset(ends - {None}), closing
+        )
+    except MalformedRowError as error:
+        return {"prompt": "", "dropped": str(error)}
+    text = first_words + renderer.continuation(prompt, ids[: -1 if ended else None])
+    cut = (text.split(closing)[0] if closing else text).strip()
+    reason = why_degenerate(cut, ended or cut != text.strip(), list(tokenizer.all_special_tokens))
+    if first_words and cut == first_words.strip():
+        reason = "nothing after its opening"
+    return {"prompt": cut} | ({} if reason is None else {"dropped": reason})
 
 
 def why_degenerate(text: str, ended: bool, special_tokens: list[str]) -> str | None:

@@ -14,13 +14,15 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from ...files import append_rows, check_begun_with, complete_lines, cut_after, sole_writer
+from ...commands import UserValueError
+from ...files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine
 
 
 Engine = LocalEngine | ServerEngine
+_ROWS_AT_A_SERVER = 10_000  # are read at once: all requests are prepared before the first is answered
 
 
 def processes() -> PartialState:
@@ -40,6 +42,7 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     file, is_main = RowFile(Path(path)), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
+            file.rows()  # a user's file is not touched
             check_begun_with(file.path, begun_with)
         file.collect()
         yield file
@@ -55,8 +58,14 @@ class RowFile:
         self.part = path.with_name(f"{path.name}.part{number}") if number else path
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the file in their order."""
-        found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+        """Returns the rows of the file in their order; raises `ValueError` where it holds something else."""
+        try:
+            found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserValueError(
+                f"{str(self.path)!r} holds a line that is damaged, or that this command did not write. Write into "
+                f"another file, or repair this one."
+            ) from error
         return [found[number] for number in sorted(found)]
 
     def write(
@@ -67,10 +76,11 @@ class RowFile:
         the first one puts them together; behind a server, it writes alone.
         """
         done, state, num_tokens = self.rows(), self.state, 0
-        numbers, start = {row["row"] for row in done}, time.perf_counter()
+        numbers, begin_time = {row["row"] for row in done}, time.perf_counter()
         if engine.batch_size is None:
             left = [number for batch in batches for number in batch if number not in numbers]
-            share: Sequence[Sequence[int]] = [left] if state.is_main_process else []
+            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
+            share: Sequence[Sequence[int]] = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
         else:
             # Each batch is the same whenever and wherever it is written.
             share = batches[state.process_index :: state.num_processes]
@@ -80,9 +90,10 @@ class RowFile:
             for batch in share:
                 for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
                     append_rows(self.part, [row | {"row": number}])
+                    is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
                     if num_tokens:
-                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s")
+                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s")
                     progress.update()
         self.collect()
 
@@ -90,7 +101,7 @@ class RowFile:
         """Adds what other processes wrote to the file."""
         self.state.wait_for_everyone()
         if self.state.is_main_process:
-            cut_after(self.path, len(complete_lines(self.path)))
+            cut_incomplete_line(self.path)
             for part in self.path.parent.glob(f"{self.path.name}.part*"):
                 append_rows(self.path, map(json.loads, complete_lines(part)))
                 part.unlink()

@@ -1,7 +1,7 @@
 """A target behind a server that speaks OpenAI's protocol: vLLM, SGLang, TGI, `transformers serve` and others."""
 
-import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -67,7 +67,7 @@ class ServerEngine:
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         urls = [f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in self.urls]
-        self._clients = itertools.cycle([OpenAI(base_url=url, **settings) for url in urls])
+        self._clients = deque(OpenAI(base_url=url, **settings) for url in urls)
         self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
         self._knows_ids: bool | None = None
         self._refusal = ""
@@ -161,20 +161,27 @@ class ServerEngine:
         how: dict[str, Any] = {"temperature": 0.0}
         if (sampling := request.sampling) is not None:
             how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed}
-        with self._lock:
-            client = next(self._clients)
-        try:
-            response = client.completions.create(
-                model=self.fingerprint, max_tokens=request.max_new_tokens, **how, **settings
-            )
-            return response.choices[0]
-        except openai.APIStatusError as error:
-            said = f"({error.status_code}): {error.response.text[:200]}"
-            if error.status_code in _REFUSALS:
-                raise MalformedRowError(f"the server refuses it {said}") from error
-            raise EndpointError(f"{error.request.url} refuses {said}. What was written before stays.") from error
-        except openai.APIConnectionError as error:
-            raise EndpointError(
-                f"{error.request.url} does not answer: {error.__cause__ or error}. What was written before stays. "
-                f"Check that the server runs, and run this again to continue."
-            ) from error
+        settings |= how | {"model": self.fingerprint, "max_tokens": request.max_new_tokens}
+        cause: openai.APIError
+        while True:
+            with self._lock:
+                client = self._clients[0]
+                self._clients.rotate(-1)
+            try:
+                return client.completions.create(**settings).choices[0]
+            except openai.APIStatusError as error:
+                cause, said = error, f"({error.status_code}): {error.response.text[:200]}"
+                if error.status_code in _REFUSALS:
+                    raise MalformedRowError(f"the server refuses it {said}") from error
+                failure, is_down = f"{error.request.url} refuses {said}", error.status_code >= 500
+            except openai.APIConnectionError as error:
+                cause, is_down = error, True
+                failure = f"{error.request.url} does not answer: {error.__cause__ or error}"
+            with self._lock:
+                if not is_down or [*self._clients] == [client]:
+                    raise EndpointError(
+                        f"{failure}. What was written before stays. Check the server, and run this again to continue."
+                    ) from cause
+                if client in self._clients:
+                    self._clients.remove(client)
+                    tqdm.write(f"{failure}. The other servers go on.")

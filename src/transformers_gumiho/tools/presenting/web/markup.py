@@ -17,14 +17,9 @@ _TEXT = '<div class="gumiho-text" style="white-space:pre-wrap;overflow-wrap:anyw
 _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);border-radius:3px">{}</span>'
 
 
-def shown(race: Race) -> tuple[str, str, str, str]:
-    """Returns both answers, what can be said of them, and the newest tree."""
-    return answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree_html(race)
-
-
 def answer_html(answer: Answer) -> str:
     """Returns an answer so far: its counters, and its text with the accepted drafts colored."""
-    counters = [f'<span class="gumiho-state" data-progress="{answer.progress}">{answer.progress.capitalize()}</span>']
+    counters = [f"<span>{answer.progress.capitalize()}</span>"]
     if answer.tokens:
         counters += [
             f'<span><b class="gumiho-speed">{answer.speed:.1f}</b> tokens/s</span>',
@@ -33,8 +28,12 @@ def answer_html(answer: Answer) -> str:
         ]
     if (tau := answer.tau) is not None:
         counters.append(f'<span>tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles</span>')
+    parts = []
+    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
+        text = escape("".join(piece for piece, _ in pieces))
+        parts.append(_DRAFTS.format(text) if is_draft else text)
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
-    return _COUNTERS.format("".join(counters)) + _TEXT.format(_colored(answer)) + problem
+    return _COUNTERS.format("".join(counters)) + _TEXT.format("".join(parts)) + problem
 
 
 def verdict_html(race: Race) -> str:
@@ -46,16 +45,13 @@ def verdict_html(race: Race) -> str:
     if "failed" in (plain.progress, drafted.progress):
         kind, text = "failed", "The answers cannot be compared."
     elif (difference := first_difference(drafted, plain)) is not None:
-        kind, text = (
-            "different",
-            (
-                f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
-                f'decides (<a href="{EXACTNESS}">more</a>); in float32 both answers are the same.'
-            ),
-        )
+        kind, text = "different", (
+            f"≠ The answers differ from token {difference + 1} on. In 16 bits two tokens can tie, and rounding "
+            f'decides (<a href="{EXACTNESS}">more</a>); in float32 both answers are the same.'
+        )  # fmt: skip
     elif are_done:
-        ratio = drafted.speed / plain.speed
-        kind, text = "equal", f"✓ Both answers are the same, token for token. Speed-up {ratio:.2f}x."
+        speed_up = f"Speed-up {drafted.speed / plain.speed:.2f}x."
+        kind, text = "equal", f"✓ Both answers are the same, token for token. {speed_up}"
     elif is_over:
         kind, text = "stopped", f"Stopped. The first {num_common} tokens are the same."
     else:
@@ -74,11 +70,3 @@ def tree_html(race: Race) -> str:
         f'<div style="overflow-x:auto">{tree_svg(cycle, labels)}</div>'
         f'<p style="font-size:0.85em;opacity:0.8">{" ".join(LEGEND)}</p>'
     )
-
-
-def _colored(answer: Answer) -> str:
-    parts = []
-    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
-        text = escape("".join(piece for piece, _ in pieces))
-        parts.append(_DRAFTS.format(text) if is_draft else text)
-    return "".join(parts)

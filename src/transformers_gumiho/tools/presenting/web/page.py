@@ -9,10 +9,10 @@ import gradio as gr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....commands import UserError
-from ....model.decoding_settings import DraftingSettings
 from ....model.modeling_gumiho import GumihoModel
+from ...pairs import own_settings
 from ..arguments import DemoArguments, GenerateArguments
-from .markup import shown
+from .markup import answer_html, tree_html, verdict_html
 from .race import Host, Race
 
 
@@ -36,12 +36,7 @@ token each in turn. Each clock runs only while its own answer is generated."""
 class Page(gr.Blocks):
     """
     The page of a pair. Nothing of a visit is kept here: a question and its answers belong to the visitor's session.
-
-    Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter.
-        args: The limits of questions, and how the pair was named.
+    `args` are the limits of questions, and how the pair was named.
     """
 
     def __init__(
@@ -65,12 +60,14 @@ class Page(gr.Blocks):
         except UserError as error:
             # What it says is shown as HTML.
             raise gr.Error(escape(str(error)), print_exception=False) from error
+        # Only once: the session keeps it for the button that stops it, and nothing else of the race.
+        kept, is_over = race.wish_to_stop, False
         try:
-            # Only once: the session keeps it for the button that stops it, and nothing else of the race.
-            yield race.wish_to_stop, *shown(race)
-            while not race.wait(_INTERVAL):
-                yield gr.skip(), *shown(race)
-            yield gr.skip(), *shown(race)
+            while True:
+                yield kept, answer_html(race.plain), answer_html(race.drafted), verdict_html(race), tree_html(race)
+                if is_over:
+                    return
+                kept, is_over = gr.skip(), race.wait(_INTERVAL)
         finally:
             # Also where the visitor has gone.
             race.wish_to_stop.set()
@@ -109,23 +106,16 @@ class Page(gr.Blocks):
 
     def _settings(self) -> list[gr.components.Component]:
         """Returns the components of `_SETTINGS`. Gradio refuses what is out of their range, whoever sends it."""
-        most, drafter = self.host.limits.max_new_tokens, self.host.drafter
-        own = DraftingSettings.from_generation_config(
-            drafter.generation_config, drafter.config, None, device_type=drafter.device.type
-        )
+        most, own = self.host.limits.max_new_tokens, own_settings(self.host.drafter)
         nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
-        tokens: dict[str, Any] = {"step": 1, "precision": 0}
+        whole: dict[str, Any] = {"step": 1, "precision": 0}
         return [
-            gr.Slider(
-                1, most, min(128, most), label="New tokens", info="Maximum.", elem_id="max_new_tokens", **tokens
-            ),
+            gr.Slider(1, most, min(128, most), label="New tokens", elem_id="max_new_tokens", **whole),
             gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
-            gr.Number(
-                0, minimum=0, maximum=2**31 - 1, precision=0, label="Seed", info="Both answers are sampled with it."
-            ),
-            gr.Slider(1, 127, nodes, label="Nodes in the tree", info="Drafted per cycle.", **tokens),
-            gr.Slider(1, 32, width, label="Branching factor", info="1 is a chain.", **tokens),
-            gr.Slider(0, 64, lookup, label="Prompt-lookup drafts", info="Maximum; 0 for none.", **tokens),
+            gr.Number(0, minimum=0, maximum=2**31 - 1, precision=0, label="Seed", info="Of both answers."),
+            gr.Slider(1, 127, nodes, label="Nodes in the tree", info="Drafted per cycle.", **whole),
+            gr.Slider(1, 32, width, label="Branching factor", info="1 is a chain.", **whole),
+            gr.Slider(0, 64, lookup, label="Prompt-lookup drafts", info="Maximum; 0 for none.", **whole),
         ]
 
 

@@ -25,17 +25,8 @@ _CHARACTERS_PER_TOKEN = 16
 
 class Host:
     """
-    The models that answer all questions, with settings that stay as they are. Answers have them in turn, a token or a
-    cycle each.
-
-    Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter.
-        limits: The limits of questions.
-
-    Attributes:
-        is_closed: Whether the page is closed, so that all answers are to stop.
+    The models that answer all questions, with settings that stay as they are, and the limits of questions. Answers
+    have the models in turn, a token or a cycle each. Once `is_closed` is set, all answers end at their next turn.
     """
 
     def __init__(
@@ -60,11 +51,9 @@ class Host:
             self._changed.notify_all()
 
     def hand_over(self) -> float:
-        """
-        Lets each waiting answer have a turn before the caller's next one. The draws of the others do not change the
-        caller's random numbers. Returns the seconds that it waited.
-        """
+        """Lets each waiting answer have a turn before the caller's next one; returns the seconds that it waited."""
         begin, device = time.perf_counter(), input_device(self.target)
+        # The draws of the others do not change the caller's random numbers.
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             self.end_turn()
             self.begin_turn()
@@ -93,16 +82,8 @@ class Host:
 
 class Race:
     """
-    The two answers to a question, which it begins to write in threads of their own. They share the models, and nothing
-    else, with the answers to other questions.
-
-    Args:
-        host: The models.
-        question: What is asked.
-
-    Attributes:
-        prompt: The question's token ids.
-        wish_to_stop: Once it is set, both answers end at their next token or cycle.
+    The two answers to a question, which it begins to write in threads of their own. Other questions share only the
+    models. Once `wish_to_stop` is set, both answers end at their next token or cycle.
 
     Raises:
         ValueError: The question is empty or too long, or a setting is out of range.
@@ -134,24 +115,26 @@ class Race:
         return not {self.plain.progress, self.drafted.progress} & {"queued", "generating"}
 
     def _run(self, answer: Answer, drafter: GumihoModel | None) -> None:
-        host, question, waited = self.host, self.question, 0.0
+        host, question = self.host, self.question
 
-        def take_turns() -> None:
-            nonlocal waited
-            waited += host.hand_over()
+        def check_wish_to_stop() -> None:
             if self.wish_to_stop.is_set() or host.is_closed:
                 raise KeyboardInterrupt
 
+        def take_turns() -> None:
+            answer.waited += host.hand_over()
+            check_wish_to_stop()
+
         host.begin_turn()
         try:
-            if self.wish_to_stop.is_set() or host.is_closed:  # while it waited for its first turn
-                answer.progress = "stopped"
-                return
+            check_wish_to_stop()  # it waited for its first turn
             torch.manual_seed(question.seed)
             stream_answer(
                 host.target, host.tokenizer, drafter, self.prompt, answer, max_new_tokens=question.max_new_tokens,
-                temperature=question.temperature, on_step=take_turns, clock=lambda: time.perf_counter() - waited,
+                temperature=question.temperature, on_step=take_turns,
             )  # fmt: skip
+        except KeyboardInterrupt:
+            answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = _explain(error)
             answer.progress = "failed"
