@@ -14,11 +14,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "implementation"), CASES)
-def test_greedy_equals_plain(family: str, implementation: str) -> None:
+# Trees of both kinds for each family.
+KINDS = [(family, name, name == "eager") for family, name in CASES] + [(family, "eager", False) for family in EAGER_ONLY]
+
+
+@pytest.mark.parametrize(("family", "implementation", "full_tree_attention"), KINDS)
+def test_greedy_equals_plain(family: str, implementation: str, full_tree_attention: bool) -> None:
     target = make_target(family, implementation)
-    # Trees of both kinds for each family that has both implementations.
-    drafter = make_drafter(target, num_assistant_tokens=47, full_tree_attention=implementation == "eager")
+    drafter = make_drafter(target, num_assistant_tokens=47, full_tree_attention=full_tree_attention)
     accepted = []
     for seed, length in enumerate((1, 5, WINDOW + 9)):
         drafted = equals_plain(target, drafter, **make_prompts([length], seed), max_new_tokens=48)
