@@ -15,7 +15,8 @@ CASES = [
 
 
 # Trees of both kinds for each family.
-KINDS = [(family, name, name == "eager") for family, name in CASES] + [(family, "eager", False) for family in EAGER_ONLY]
+KINDS = [(family, name, name == "eager") for family, name in CASES]
+KINDS += [(family, "eager", False) for family in EAGER_ONLY]
 
 
 @pytest.mark.parametrize(("family", "implementation", "full_tree_attention"), KINDS)
