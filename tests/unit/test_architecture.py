@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
         "tools.measuring",
         "tools.pairs",
     },
-    "tools": {"generation", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
+    "tools": {"generation", "model", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
     "vllm": {"model"},
     "custom_generation": {"internals", "model", "generation", "training"},
     "__init__": {"internals", "model", "generation", "generation.verification", "generation.drafting", "training"},

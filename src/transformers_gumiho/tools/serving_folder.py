@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, option
 from ..generation.attach import is_drafter
+from ..model.configuration_gumiho import GumihoConfig
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -54,8 +55,9 @@ def write_served_target(args: AttachArguments) -> str:
         A sentence about what was done.
 
     Raises:
-        ValueError: The drafter is not a Gumiho drafter, the folder is not empty, or the target is an adapter or a
-            drafter, has no weights, has a `custom_generate`, or has no tokenizer to record with.
+        ValueError: The drafter is not a Gumiho drafter or has another vocabulary, the folder is not empty, or the
+            target is an adapter or a drafter, has no weights, has a `custom_generate`, or has no tokenizer to record
+            with.
         OSError: The target or the drafter cannot be found.
     """
     if not is_drafter(args.drafter):
@@ -68,6 +70,7 @@ def write_served_target(args: AttachArguments) -> str:
     kept = [path for path in files if not any(path.match(pattern) for pattern in _OTHER_FORMATS)]
     weights = [path for path in kept if any(path.match(pattern) for pattern in _WEIGHTS)]
     _check_source(args.target, source, weights)
+    _check_vocabulary(args.drafter, source)
     if args.record is not None:
         with as_user_errors():
             AutoTokenizer.from_pretrained(source)  # which a recording needs
@@ -108,6 +111,19 @@ def _check_source(target: str, source: Path, weights: list[Path]) -> None:
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
     if not weights:
         raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
+
+
+def _check_vocabulary(drafter: str, source: Path) -> None:
+    """Raises `ValueError` for the drafter of another target, with which the folder would decode plainly."""
+    with as_user_errors():
+        ours = GumihoConfig.from_pretrained(drafter).get_text_config().vocab_size
+        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
+    if ours != theirs:
+        raise UserValueError(
+            f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "
+            f"was trained for this target."
+        )
 
 
 def _count(number: int) -> str:
