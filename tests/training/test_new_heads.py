@@ -24,6 +24,7 @@ from transformers_gumiho.training import (
     measure_acceptance,
     write_feature_cache,
 )
+from transformers_gumiho.training.feature_cache import CacheManifest
 from transformers_gumiho.training.recipe.recipes import RECIPES
 
 
@@ -169,7 +170,8 @@ def test_new_heads_are_those_that_the_checkpoint_does_not_name(target: PreTraine
 @pytest.mark.parametrize(("kind", "dtype"), [("eagle1", torch.float32), ("eagle3", torch.float16)])
 def test_one_command_adds_them(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
-    fields = {"num_hidden_layers": 1, "num_parallel_heads": 0, **KINDS[kind]}
+    # Prompts and answers are longer than the head's positions.
+    fields = {"num_hidden_layers": 1, "num_parallel_heads": 0, "max_position_embeddings": 18, **KINDS[kind]}
     head = publish(tmp_path / "head", GumihoModel.from_target(target, **fields).float(), dtype)
     data = write_jsonl(tmp_path / "q.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(20)])
     common = [
@@ -184,6 +186,7 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, tmp_path: Path) ->
     answers = ["--target", DEMO_TARGET, "--data", tmp_path / "all/work/answers.jsonl", "--regenerate", "false"]
     gumiho(*common, *answers, "--output_dir", tmp_path / "online", "--cache_features", "false", "--stages", "train")
     cache = tmp_path / "all" / "work" / "features"
+    assert max(CacheManifest.load(cache).lengths) == 18
     gumiho(*common, "--features", cache, "--output_dir", tmp_path / "cached", "--stages", "train")
     own = torch.load(head / "pytorch_model.bin")
     for folder in (tmp_path / name for name in ("all", "online", "cached")):

@@ -84,6 +84,8 @@ class Run:
         self._target: PreTrainedModel | None = None
         self.fields = drafter_fields(args)
         self.has_begun = (self.work / MADE_FROM).exists()
+        if args.drafter is not None:  # whose positions may be fewer than the target's
+            args.max_length = min(args.max_length, self.drafter_config.get_text_config().max_position_embeddings)
 
     @property
     def target(self) -> PreTrainedModel:
