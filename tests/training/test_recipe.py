@@ -52,9 +52,18 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
-def check_drafter(folder: Path) -> GumihoModel:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the demo pair's target: its texts are worse, and take less time."""
+    folder = tmp_path_factory.mktemp("small")
+    AutoModelForCausalLM.from_pretrained(DEMO_TARGET, num_hidden_layers=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO_TARGET).save_pretrained(folder)
+    return folder
+
+
+def check_drafter(folder: Path, of_target: Path = DEMO_TARGET) -> GumihoModel:
     """The folder holds a drafter with its tokenizer and card, in the target's precision, that drafts for it."""
-    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(of_target, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(folder)
     assert drafter.dtype == torch.bfloat16
     ids = AutoTokenizer.from_pretrained(folder)("def __init__(self", return_tensors="pt")["input_ids"]
@@ -103,13 +112,13 @@ def test_one_command_makes_a_drafter_from_nothing(
 
 
 def test_a_stopped_run_continues_to_the_same_drafter(
-    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped while it writes, at half a line, while it keeps states, and in the second phase of the training."""
 
     def command(folder: str) -> list[object]:
         return [
-            "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / folder, *TOY,
+            "train", "--target", small, "--data", questions, "--output_dir", tmp_path / folder, *TOY,
             *UP_TO_TRAINING,
         ]  # fmt: skip
 
@@ -144,12 +153,12 @@ def test_a_stopped_run_continues_to_the_same_drafter(
         assert torch.equal(found[name], tensor), name
 
 
-def test_the_published_recipe_is_one_training(questions: str, tmp_path: Path) -> None:
+def test_the_published_recipe_is_one_training(small: Path, questions: str, tmp_path: Path) -> None:
     gumiho(
-        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY,
-        *UP_TO_TRAINING, "--recipe", "published",
+        "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY,
+        *UP_TO_TRAINING, "--recipe", "published", "--max_length", 128,
     )  # fmt: skip
-    drafter = check_drafter(tmp_path / "gumiho")
+    drafter = check_drafter(tmp_path / "gumiho", small)
     assert drafter.config.transition_rank == 0
     assert drafter.generation_config.draft_vocabulary is None
     state = json.loads((tmp_path / "gumiho/work/published/checkpoint-4/trainer_state.json").read_text())
@@ -178,13 +187,13 @@ def test_a_target_that_chats_makes_its_own_questions(
 
 
 def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
-    chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [
-        "train", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"],
+        "train", "--target", small, "--data", chats["data"], "--chat_template", chats["template"],
         "--regenerate", "false", "--cache_features", "false", "--output_dir", tmp_path / "gumiho", *TOY,
-        "--stages", "train", "--recipe", "published", "--bf16", "--eval_strategy", "steps",
-        "--eval_steps", 4, "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
+        "--stages", "train", "--recipe", "published", "--eval_strategy", "steps",
+        "--eval_steps", 4, "--max_length", 256, "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
     ]  # fmt: skip
     gumiho(*command)
     assert "40 of 41 rows can be used" in (output := capsys.readouterr().out)
@@ -195,7 +204,7 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
     state = json.loads((tmp_path / "gumiho/work/published/checkpoint-6/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     assert any("eval_tau" in entry for entry in state["log_history"])
-    check_drafter(tmp_path / "gumiho")
+    check_drafter(tmp_path / "gumiho", small)
 
 
 def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: Path) -> None:
@@ -292,12 +301,12 @@ def test_each_process_loads_its_target_on_its_own_device(
     assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
 
 
-def test_held_out_rows_are_chosen_before_anything_is_written(tmp_path: Path) -> None:
+def test_held_out_rows_are_chosen_before_anything_is_written(small: Path, tmp_path: Path) -> None:
     """By their number and the seed: they have all lengths, and a refused row leaves its part."""
     rows = [{"prompt": f"x{index} = path\n" * (1 + index // 5)} for index in range(80)]
     data = write_jsonl(tmp_path / "q.jsonl", [*rows, *rows])
     command = [
-        "train", "--target", DEMO_TARGET, "--data", data, "--output_dir", tmp_path / "out", "--use_cpu", "--seed", 3,
+        "train", "--target", small, "--data", data, "--output_dir", tmp_path / "out", "--use_cpu", "--seed", 3,
         "--max_new_tokens", 4, "--max_length", 90, "--writing_batch_size", 16, "--stages", "write", "features",
         "--num_eval_rows", 0.25,
     ]  # fmt: skip
