@@ -150,8 +150,8 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
     # Of a first call all are new: keys and values of three layers, and two counts.
     first, cache = generate([9], 0)
     assert len(first) == 2 * 3 + 2
-    of_weights = set(shared)  # the cut head, and two tables
-    assert len(of_weights) == 1 + 2
+    of_weights = set(shared)  # the cut head and its tokens, and two tables
+    assert len(of_weights) == 2 + 2
     num_graphs, states = Backend.num_graphs, [layer.keys.clone() for layer in cache.layers]
     assert num_graphs > 0
     again, _ = generate([9], 1)
