@@ -29,10 +29,10 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.tools.benchmarking import DecodingMode, read_prompts, run_benchmark, summarize
-from transformers_gumiho.tools.measuring.machine import machine_name, watch_memory
+from transformers_gumiho.tools.benchmarking.command import machine_name
 from transformers_gumiho.tools.measuring.timing import synchronize
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.known import find_pair
+from transformers_gumiho.tools.pairs.arguments import find_pair
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
@@ -121,7 +121,10 @@ class GpuCheck:
         vocab_size = target.get_output_embeddings().out_features
         ids = torch.randint(vocab_size, (num_steps, length), generator=torch.Generator().manual_seed(0))
         rows = [{"input_ids": row, "loss_mask": [1] * length} for row in ids.tolist()]
-        read_peak = watch_memory(self.device)
+        is_gpu = self.device.type == "cuda"
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         with tempfile.TemporaryDirectory() as folder:
             args = GumihoTrainingArguments(
                 output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no",
@@ -131,11 +134,10 @@ class GpuCheck:
             trainer = GumihoTrainer(gumiho.float(), args, target=target, train_dataset=rows, callbacks=[clock])
             trainer.remove_callback(PrinterCallback)
             trainer.train()
-            peak = read_peak()
         gumiho.to(target.dtype)
         yield f"rows of {length} tokens, float32", f"{length / statistics.mean(clock.seconds[1:]):.0f} tokens/s"
-        if peak is not None:
-            yield "peak memory beyond what was loaded", f"{peak / 1e9:.2f} GB"
+        if is_gpu:
+            yield "peak memory beyond what was loaded", f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.2f} GB"
 
     def time_pair(self, name: str) -> Rows:
         if self.is_toy and name != "demo":

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.open_text import encode_turn
-from transformers_gumiho.tools.measuring.prompts import Question, pad_left, read_prompts
-from transformers_gumiho.tools.pairs import TargetArguments, load_target, prompts_field
+from transformers_gumiho.tools.measuring.modes import pad_left
+from transformers_gumiho.tools.measuring.prompts import Question, read_prompts
+from transformers_gumiho.tools.pairs import PairArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
 @dataclass(kw_only=True)
-class AgreementArguments(TargetArguments):
+class AgreementArguments(PairArguments):
     assistants: list[str] = field(metadata={"help": "Drafters for it."})
     prompts: str = prompts_field()
     prompts_per_category: int = 12

@@ -105,7 +105,7 @@ def draw_cycle(cycle: Cycle, labels: CycleLabels) -> str:
     parts.append(
         label(16, bottom + 32, "3. Commit: the accepted tokens, and the bonus token that the target chose.", size=13)
     )
-    committed = [*(labels.nodes[node] for node in cycle.accepted), labels.bonus or ""]
+    committed = [labels.nodes[node] for node in (*cycle.accepted, *range(len(cycle.tokens), len(cycle.above)))]
     for number, text in enumerate([labels.nodes[0], *committed]):
         is_bonus, is_root = number == len(committed), number == 0
         color, fill = (INK, "white") if is_root else (ORANGE, "#ffedd5") if is_bonus else (GREEN, "#dcfce7")
@@ -117,12 +117,13 @@ def draw_cycle(cycle: Cycle, labels: CycleLabels) -> str:
 def draw_mask(cycle: Cycle, labels: CycleLabels) -> str:
     """Draws which tokens each node sees: the text, and its own ancestors."""
     size, left, top = 26, 118, 112
-    names = ["text", *labels.nodes]
+    nodes = labels.nodes[: len(cycle.tokens)]
+    names = ["text", *nodes]
     parts = [label(16, 24, "Each node (row) sees the committed text and its own ancestors.", size=13)]
     for column, name in enumerate(names):
         x = left + column * size + size / 2
         parts.append(f'<g transform="translate({x + 4} {top - 8}) rotate(-55)">{label(0, 0, name)}</g>')
-    for node, name in enumerate(labels.nodes):
+    for node, name in enumerate(nodes):
         above = {node}
         while min(above):
             above.add(cycle.parents[min(above)])
@@ -133,7 +134,7 @@ def draw_mask(cycle: Cycle, labels: CycleLabels) -> str:
             fill = BLUE if sees and column - 1 == node else "#93c5fd" if sees else "#f1f5f9"
             place = f'x="{left + column * size}" y="{y}" width="{size - 2}" height="{size - 2}"'
             parts.append(f'<rect {place} rx="3" fill="{fill}"/>')
-    return picture(max(left + len(names) * size + 90, 540), top + len(labels.nodes) * size + 16, parts)
+    return picture(max(left + len(names) * size + 90, 540), top + len(nodes) * size + 16, parts)
 
 
 def draw_drafter() -> str:

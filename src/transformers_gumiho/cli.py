@@ -48,7 +48,7 @@ def _demo(words: list[str]) -> None:
 
 def _benchmark(words: list[str]) -> None:
     from .tools.benchmarking import BenchmarkArguments, benchmark
-    from .tools.benchmarking.report import markdown
+    from .tools.benchmarking.summary import markdown
 
     args = _parse(BenchmarkArguments, benchmark, words)
     rows = benchmark(args)

@@ -1,12 +1,13 @@
 """Commands: their options, and the errors that a user can fix."""
 
 import errno
+import math
 import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, field
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,24 @@ _WIDEST_NAME = 36
 _VALUES = {int: "N", float: "X", string_to_bool: "BOOL", Path: "FILE"}
 
 
-def option(text: str, default: Any = None) -> Any:
-    """Returns a field with this help text. A list is copied; an option whose default is `REQUIRED` must be given."""
+def option(text: str, default: Any = None, at_least: float | None = None) -> Any:
+    """
+    Returns a field with this help text, for [`check_limits`] with its smallest value. A list is copied; an option
+    whose default is `REQUIRED` must be given.
+    """
+    metadata = {"help": text} if at_least is None else {"help": text, "at_least": at_least}
     if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_limits(args: Any) -> None:
+    """Raises `ValueError` for an option that is not finite, or below its smallest value."""
+    for item in fields(args):
+        smallest, given = item.metadata.get("at_least"), getattr(args, item.name)
+        for value in given if isinstance(given, list) else [given]:
+            if None not in (smallest, value) and not smallest <= value < math.inf:
+                raise UserValueError(f"--{item.name} must be at least {smallest}, got {value}.")
 
 
 def parse(
@@ -177,6 +191,7 @@ class _Parser(HfArgumentParser):
         self.usage = " ".join([self.prog, *([usage] if usage else given), "[options]"])
 
     def add_argument(self, *names: str, **settings: Any) -> Action:
+        settings.pop("at_least", None)
         self.options.append(super().add_argument(*names, **settings))
         return self.options[-1]
 

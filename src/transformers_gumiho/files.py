@@ -47,26 +47,6 @@ def read_text(path: str | Path) -> str:
         ) from error
 
 
-def read_json_lines(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """
-    Returns the rows of a JSONL file, each with the number of its line. Blank lines are skipped.
-
-    Raises:
-        ValueError: A line is not a JSON object, or the file is not UTF-8.
-    """
-    rows: list[tuple[int, dict[str, Any]]] = []
-    # Not `splitlines`, which also splits at characters that JSON strings may hold (U+2028).
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        try:
-            rows += [(number, parse_row({JSON_LINE: line}))] if line.strip() else []
-        except MalformedRowError as error:
-            raise UserValueError(
-                f"{str(path)!r} {error} in line {number}. Each line must be a JSON object, such as "
-                f'{{"prompt": "..."}}.'
-            ) from error
-    return rows
-
-
 def load_conversations(name: str, split: str | None = "train", **kwargs: Any) -> "Dataset":
     """
     Loads a dataset. Lines of JSONL files are one column, for [`parse_row`].

@@ -30,9 +30,8 @@ from transformers_gumiho.tools.benchmarking import (
     run_benchmark,
     summarize,
 )
-from transformers_gumiho.tools.benchmarking.journal import Journal
-from transformers_gumiho.tools.benchmarking.report import markdown
-from transformers_gumiho.tools.benchmarking.summary import Comparison, bootstrap_interval
+from transformers_gumiho.tools.benchmarking.runner import Journal
+from transformers_gumiho.tools.benchmarking.summary import Comparison, bootstrap_interval, markdown
 from transformers_gumiho.tools.measuring import prompts, timing
 from transformers_gumiho.tools.measuring.timing import temporary_settings
 
@@ -43,16 +42,6 @@ QUESTIONS = [
     Question("1", "code", ("import os\nimport ",)),
     Question("2", "text", ('"""Return the ',)),
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def drafter() -> GumihoModel:
-    return GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +125,7 @@ def test_speeds_are_those_of_the_clock(target: PreTrainedModel, monkeypatch: pyt
 def make_sample(mode: str, question: int, seconds: float, category: str = "a", **overrides: object) -> Sample:
     fields = {
         "mode": mode, "temperature": 0.0, "batch_size": 1, "category": category, "questions": [str(question)],
-        "turn": 0, "seconds": seconds, "num_tokens": 100, "equal": True, "peak_bytes": 0,
+        "turn": 0, "seconds": seconds, "num_tokens": 100, "equal": True,
         "accepted_lengths": None, "stages": None,
     }  # fmt: skip
     return Sample(**fields | overrides)
@@ -152,7 +141,7 @@ def test_summary_compares_prompt_by_prompt() -> None:
     rows = {row.mode: row for row in summarize([*plain, *drafted])}
     row = rows["gumiho"]
     assert row.speedup == 2.0  # the median of 2, 4 and 1
-    assert row.speedup_interval == (1.0, 4.0)
+    assert row.with_plain.interval == (1.0, 4.0)
     assert row.tokens_per_second == (112.5, 200.0, 200.0)
     assert (row.num_samples, row.num_equal) == (3, 2)
     assert row.tau_micro == row.tau_macro == 2.0
@@ -160,7 +149,7 @@ def test_summary_compares_prompt_by_prompt() -> None:
     assert row.shares == pytest.approx({"verify": 0.6, "draft": 0.3, "rest": 0.1})
     assert rows["plain"].speedup == 1
     table = markdown(list(rows.values()))
-    assert "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 / 2.00 | 30% / 60% / 10% |  | 2 of 3 |" in table
+    assert "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 / 2.00 | 30% / 60% / 10% | 2 of 3 |" in table
 
 
 def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> None:
@@ -230,8 +219,8 @@ def test_bootstrap_interval_holds_the_median_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (b'{"prompt": ', r"q.jsonl' is not JSON, or not UTF-8 in line 3\. Each line must be a JSON object"),
-        (b'["def f"]', r"q.jsonl' is not a JSON object in line 3"),
+        (b'{"prompt": ', r"Row 3 of '.*q.jsonl' is not JSON, or not UTF-8\. Give a JSON object"),
+        (b'["def f"]', r"Row 3 of '.*q.jsonl' is not a JSON object"),
         ('{"prompt": "d\xe9f"}'.encode("latin-1"), r"q.jsonl' is not UTF-8 in line 3: .* Save it as UTF-8"),
     ],
 )
@@ -257,9 +246,7 @@ def test_questions_are_read_in_all_their_forms(tmp_path: Path) -> None:
         Question("2", "all", ("It goes\u2028on",)),
     ]
     assert len(read_prompts(name, num_prompts=2)) == 2
-    with pytest.raises(ValueError, match="At least one question has to be read, got 0"):
-        read_prompts(name, num_prompts=0)
-    with pytest.raises(ValueError, match=r"Line 1 .* the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"):
+    with pytest.raises(ValueError, match=r"Row 1 .* the columns \['body'\], and needs 'turns' or 'prompt' or 'text'"):
         read_prompts(write_jsonl(tmp_path / "other.jsonl", [{"body": "x"}]))
     with pytest.raises(ValueError, match="has turns that are not text"):
         read_prompts(write_jsonl(tmp_path / "bad.jsonl", [{"turns": [1]}]))
@@ -324,8 +311,9 @@ def test_command_writes_everything_it_measured(tmp_path: Path, capsys: pytest.Ca
     )  # fmt: skip
     assert "| plain |" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    pictures = {f"{name}-t0-b1.png" for name in ("speedup", "acceptance")}
-    assert names == pictures | {"samples.jsonl", "samples.jsonl.settings.json", "summary.json", "summary.md"}
+    assert names == {
+        "samples.jsonl", "samples.jsonl.settings.json", "speedup-t0-b1.png", "summary.json", "summary.md",
+    }  # fmt: skip
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
     overall = [row for row in summary["rows"] if row["category"] == "overall"]

@@ -252,7 +252,7 @@ def test_pictures_of_speed_are_those_of_the_reports() -> None:
 def test_pictures_of_the_method_show_a_cycle() -> None:
     script = load_picture_script("draw_method")
     cycle = Cycle((5, 6, 7, 8), (0, 0, 1, 1), (0.0, -0.1, -0.2, -2.0), accepted=(1, 2), bonus_token=9)
-    labels = CycleLabels("", ("'root'", "'a'", "'b'", "'<c'"), "'bonus'")
+    labels = CycleLabels("", ("'root'", "'a'", "'b'", "'<c'", "'bonus'"))
     drawn = ElementTree.fromstring(script.draw_cycle(cycle, labels))
     texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert [text for text in texts if text.startswith("'")][-4:] == ["'root'", "'a'", "'b'", "'bonus'"]

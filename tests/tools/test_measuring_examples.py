@@ -6,14 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import gpu_check
 import measure_agreement
-import measure_context
 import measure_shape
 import numpy as np
 import pytest
@@ -26,8 +24,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.verification import session
-from transformers_gumiho.tools.measuring.timing import DecodingTime
-from transformers_gumiho.tools.pairs import PairArguments, load_pair
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, parse
 
@@ -40,32 +36,6 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> 
     """Runs a script in this process."""
     monkeypatch.setattr(sys, "argv", list(map(str, [script.__file__, *words])))
     script.main()
-
-
-def test_growth_with_the_context_is_that_within_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def plain(_: Any, inputs: dict[str, torch.Tensor], **__: Any) -> DecodingTime:
-        return DecodingTime(seconds=0.001 * inputs["input_ids"].shape[1], num_tokens=50, num_passes=50)
-
-    stages = {"prompt": 5.0, "verify": 0.3}
-    taken = SimpleNamespace(num_cycles=10, total=0.0, stages=lambda: stages)
-
-    def generate(input_ids: torch.Tensor, **_: Any) -> None:
-        taken.total = 5.0 + 0.02 * input_ids.shape[1]
-
-    monkeypatch.setattr(measure_context, "time_decoding", plain)
-    monkeypatch.setattr(measure_context, "stage_timer", lambda _: nullcontext(taken))
-    args = measure_context.ContextArguments(lengths=[16, 48], rounds=2)
-    target: Any = SimpleNamespace(generate=generate, device=None)
-    times = measure_context.measure_times(target, None, torch.arange(99), args)
-    assert torch.tensor(times).allclose(torch.tensor([[[0.32, 32.0, 30.0], [0.96, 96.0, 30.0]]] * 2))
-    # A machine that takes three times as long in one of three rounds.
-    monkeypatch.setattr(measure_context, "memory_of", lambda part, length: {"plain": 20.0, "drafted": 25.0}[part])
-    rounds = [[[8 * slow, 16 * slow, 12 * slow], [10 * slow, 24 * slow, 18 * slow]] for slow in (1, 3, 1)]
-    assert measure_context.report(48, rounds, 1) == (
-        "| 48 | 10.00 ms | 24.00 ms | 18.00 ms | 1.25x (1.25-1.25) | 1.50x (1.50-1.50) | 1.20x (1.20-1.20) | 20 MB | "
-        "25 MB (1.25x) |"
-    )
 
 
 def test_a_cycle_is_measured_in_plain_steps(
@@ -158,11 +128,6 @@ def test_what_is_not_equal_is_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["num_tokens"] > 3
     monkeypatch.setattr(session, "_tree_masks", lambda tree, cache, dtype, windows, _: dict.fromkeys(windows))
     assert sweep_architectures.compare(sweep_architectures.build("llama"), settings)["verdict"] == "differs"
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any, GumihoModel]:
-    return load_pair(PairArguments(pair="demo", dtype="float32"))
 
 
 def test_agreement_counts_the_tokens_of_the_answers(pair: tuple[Any, Any, GumihoModel]) -> None:

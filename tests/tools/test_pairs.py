@@ -10,7 +10,7 @@ from gguf_package import write_package
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho.tools.pairs import known, smollm2
+from transformers_gumiho.tools.pairs import arguments, smollm2
 
 
 @pytest.fixture
@@ -100,32 +100,20 @@ def test_unknown_pairs_are_reported(options: list[str], message: str) -> None:
     refuse(f"gumiho show: {message}", "show", *options, "--prompt", "import")
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of somebody who has the package and not the repository."""
-    monkeypatch.setattr(
-        known, "__file__", str(tmp_path / "lib" / "python3" / "site-packages" / "package" / "tools" / "known.py")
-    )
+def test_a_drafter_is_found_in_the_repository_or_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_pair_without_the_repository_is_refused(elsewhere: Path) -> None:
+    assert Path(arguments.find_pair("demo").find_drafter(), "config.json").exists()
+    # Of somebody who has the package and not the repository.
+    monkeypatch.setattr(arguments, "__file__", str(tmp_path / "lib/python3/site-packages/package/tools/arguments.py"))
     message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
     with pytest.raises(FileNotFoundError, match=message):
-        known.find_pair("demo").find_drafter()
-
-
-def test_pairs_of_the_repository_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert Path(known.find_pair("demo").find_drafter(), "config.json").exists()
-
-
-def test_a_drafter_is_found_in_the_working_directory(elsewhere: Path) -> None:
-    folder = elsewhere / "examples" / "smollm2" / "gumiho"
+        arguments.find_pair("demo").find_drafter()
+    folder = Path("examples", "smollm2", "gumiho")
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
-    assert known.find_pair("smollm2").find_drafter() == str(Path("examples", "smollm2", "gumiho"))
+    assert arguments.find_pair("smollm2").find_drafter() == str(folder)
 
 
 def test_a_pair_answers_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ from transformers_gumiho.tools.benchmarking import (
 )
 from transformers_gumiho.tools.measuring.modes import PLAIN, Runner
 from transformers_gumiho.tools.measuring.timing import temporary_settings
-from transformers_gumiho.tools.pairs import PairArguments, TargetArguments, load_pair, load_target
+from transformers_gumiho.tools.pairs import PairArguments, load_pair
 from transformers_gumiho.tools.presenting import (
     Answer,
     Cycle,
@@ -50,8 +50,8 @@ from transformers_gumiho.tools.presenting import (
     stream_answer,
     watch_cycles,
 )
-from transformers_gumiho.tools.presenting.answering import AnswerStreamer, logit_gap
-from transformers_gumiho.tools.presenting.terminal import colored_writer, describe_comparison, wants_colors
+from transformers_gumiho.tools.presenting.answering import logit_gap
+from transformers_gumiho.tools.presenting.terminal import describe_comparison, wants_colors, write_new_pieces
 from transformers_gumiho.tools.tuning import TuningArguments
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.training.recipe.arguments import RecipeArguments
@@ -61,16 +61,6 @@ PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumih
 OPTIONS = [part for name, value in PAIR.items() for part in (f"--{name}", value)]
 PROMPT = "def __init__(self, "
 TOKENIZER = make_tokenizer(None)
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def drafter() -> GumihoModel:
-    return GumihoModel.from_pretrained(PAIR["assistant"], dtype=torch.float32)
 
 
 def decode(target: PreTrainedModel, drafter: GumihoModel, prompt: str, **kwargs: object) -> GumihoGenerateOutput:
@@ -134,12 +124,11 @@ def test_what_is_colored_is_what_was_drafted_and_accepted(
         for token, is_draft in zip(new_tokens(longer)[:max_new_tokens], are_drafts, strict=False)
         for character in TOKENIZER.decode([token])
     ]
-    stream = io.StringIO()
+    stream, answer = io.StringIO(), Answer()
+    answer.on_step = write_new_pieces(answer, stream, colors=True)
     torch.manual_seed(0)
-    stream_answer(
-        target, TOKENIZER, drafter, TOKENIZER(PROMPT)["input_ids"], Answer(), max_new_tokens=max_new_tokens,
-        temperature=temperature, on_piece=colored_writer(stream, colors=True),
-    )  # fmt: skip
+    prompt = TOKENIZER(PROMPT)["input_ids"]
+    stream_answer(target, TOKENIZER, drafter, prompt, answer, max_new_tokens=max_new_tokens, temperature=temperature)
     assert split_by_color(stream.getvalue()) == expected
 
 
@@ -172,27 +161,25 @@ def test_characters_of_several_tokens_are_written_completely() -> None:
 
 def write(tokenizer: Any, prompt: list[int], tokens: list[int], cycle: Cycle | None = None, ends: bool = True) -> str:
     """Returns what a streamer writes of tokens after a prompt, with colors where they are of a cycle."""
-    stream, has_cycles = io.StringIO(), cycle is not None
-    streamer = AnswerStreamer(Answer(), tokenizer, has_cycles, colored_writer(stream, colors=has_cycles))
-    streamer.put(torch.tensor([prompt[:-1] if has_cycles else prompt]))
+    stream, has_cycles, answer = io.StringIO(), cycle is not None, Answer()
+    answer.begin(tokenizer, has_cycles)
+    answer.put(torch.tensor([prompt[:-1] if has_cycles else prompt]))
     for token in [*(prompt[-1:] if has_cycles else []), *tokens]:
-        streamer.put(torch.tensor([token]))
+        answer.put(torch.tensor([token]))
     if cycle is not None:
-        streamer.end_cycle(cycle)
+        answer.end_cycle(cycle)
     if ends:
-        streamer.end()
+        answer.end()
+    write_new_pieces(answer, stream, colors=has_cycles)()
     return stream.getvalue()
 
 
-def test_prompt_that_ends_within_a_character_is_continued() -> None:
+def test_texts_may_begin_and_end_within_a_character() -> None:
     text = "日本語 é"
     tokens = TOKENIZER(text)["input_ids"]
     for cut in range(1, len(tokens)):
         written = write(TOKENIZER, tokens[:cut], tokens[cut:])
         assert TOKENIZER.decode(tokens[:cut]).rstrip("\N{REPLACEMENT CHARACTER}") + written == text
-
-
-def test_text_that_ends_within_a_character_is_written_all_the_same() -> None:
     prompt, tokens = TOKENIZER("# ")["input_ids"], TOKENIZER("🦊")["input_ids"][:2]
     assert write(TOKENIZER, prompt, tokens, ends=False) == ""
     assert write(TOKENIZER, prompt, tokens) == TOKENIZER.decode(tokens)
@@ -333,15 +320,15 @@ def test_ctrl_c_ends_an_answer_and_nothing_else(
     target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = new_tokens(decode(target, drafter, PROMPT, max_new_tokens=48))
-    put = AnswerStreamer.put
+    put = Answer.put
 
-    def interrupted_put(self: AnswerStreamer, value: torch.Tensor) -> None:
-        if len(self._answer.tokens) == 20:
+    def interrupted_put(self: Answer, value: torch.Tensor) -> None:
+        if len(self.tokens) == 20:
             raise KeyboardInterrupt
         put(self, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(AnswerStreamer, "put", interrupted_put)
+        patch.setattr(Answer, "put", interrupted_put)
         (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
     assert list(answer.tokens) == whole[:20]
     assert " | interrupted]" in capsys.readouterr().out
@@ -359,7 +346,7 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
         raise KeyboardInterrupt
 
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}] * 3)
-    monkeypatch.setattr(AnswerStreamer, "put", interrupt)
+    monkeypatch.setattr(Answer, "put", interrupt)
     for words in (["generate", "--prompts", prompts], ["show", "--prompt", PROMPT]):
         with pytest.raises(SystemExit, match="130"):
             gumiho(*words, *OPTIONS)
@@ -513,7 +500,7 @@ def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {TOKENIZER("self")["input_ids"]}}}')
-    with pytest.raises(ValueError, match=r"ends after \d+ cycles; give --step a number from 1 to \d+"):
+    with pytest.raises(ValueError, match=r"ends after \d+ cycles, before --step 30"):
         show(ShowArguments(**PAIR | {"target": str(tmp_path)}, prompt=PROMPT, step=30))
 
 
@@ -540,12 +527,10 @@ def test_all_commands_name_a_pair_with_the_same_options() -> None:
     assert shared >= {"pair", "target", "assistant", "dtype", "device_map"}
 
 
-def test_a_target_alone_is_named_by_a_pair_too() -> None:
-    target, tokenizer = load_target(TargetArguments(pair="demo"))
+def test_a_pair_is_named_by_its_short_name_or_by_both_models() -> None:
+    target, tokenizer, _ = load_pair(PairArguments(pair="demo"))
     assert target.dtype == torch.float32
     assert len(tokenizer) == target.config.vocab_size
-    with pytest.raises(ValueError, match="Specify --pair NAME, or --target"):
-        load_target(TargetArguments())
     with pytest.raises(ValueError, match="Specify --pair NAME, or both --target and --assistant"):
         load_pair(PairArguments(target=PAIR["target"]))
 
@@ -595,8 +580,8 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     [
         ("generate", ["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
         ("generate", ["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
-        ("generate", ["--temperature", "-1"], "--temperature must be 0 (greedy) or a positive number, got -1.0"),
-        ("generate", ["--temperature", "nan"], "--temperature must be 0 (greedy) or a positive number, got nan"),
+        ("generate", ["--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        ("generate", ["--temperature", "nan"], "--temperature must be at least 0, got nan"),
         ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
         ("generate", ["--dtype", "float8_e4m3fn"], "There is no precision 'float8_e4m3fn'"),
         ("generate", ["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
@@ -604,7 +589,7 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
         ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
         ("generate", ["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
-        ("show", ["--step", "0"], "Cycles are counted from 1, got --step 0"),
+        ("show", ["--step", "0"], "--step must be at least 1, got 0"),
         ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.known import find_pair
+from transformers_gumiho.tools.pairs.arguments import find_pair
 from transformers_gumiho.tools.pairs.smollm2 import INSTALL, installed_file
 
 

@@ -10,8 +10,7 @@ from training_data import DEMO_TARGET
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.commands import UserError
 from transformers_gumiho.generation.attach import is_drafter
-from transformers_gumiho.tools.pairs.arguments import TargetArguments
-from transformers_gumiho.tools.pairs.loading import load_target
+from transformers_gumiho.tools.pairs import PairArguments, load_target
 
 
 WAY_OUT = ".*Delete it, and download it again"
@@ -44,7 +43,7 @@ def test_damaged_files_of_what_commands_name(folder: Path, tmp_path: Path) -> No
     shutil.copytree(DEMO_TARGET, tmp_path / "target")
     (tmp_path / "target" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"`model\.safetensors` of '.*/target' is damaged: .*header"):
-        load_target(TargetArguments(target=str(tmp_path / "target")))
+        load_target(PairArguments(target=str(tmp_path / "target")))
     (folder / "config.json").write_text("[1]")
     with pytest.raises(UserError, match=r"No drafter can be read from .* is damaged: it holds no JSON object"):
         is_drafter(folder)

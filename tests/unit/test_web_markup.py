@@ -13,7 +13,7 @@ from transformers_gumiho.tools.presenting.web import markup
 
 def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = Cycle(tokens=(5, 6), parents=(0, 0), scores=(0.0, -0.5), accepted=(1,), bonus_token=7)
-    labels = CycleLabels(context="<i>before", nodes=("<i>root", "<i>node"), bonus="<i>bonus")
+    labels = CycleLabels(context="<i>before", nodes=("<i>root", "<i>node", "<i>bonus"))
     answer = Answer()
     answer.pieces = [("<script>", True), ("&<b>", False)]
     answer.problem, answer.cycles = "<img onerror=1>", [cycle]

@@ -6,7 +6,7 @@ from typing import Any
 from ..training.recipe.arguments import RecipeArguments
 from .benchmarking import decoding_modes, read_prompts, run_benchmark, summarize
 from .benchmarking.modes import PROMPT_LOOKUP
-from .benchmarking.report import markdown
+from .benchmarking.summary import markdown
 from .pairs import PairArguments, load_pair
 from .tuning import TuningArguments, describe, tune
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,6 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # What `from_pretrained` does not read: weights in other formats, and the state of a training.
 _OTHER_FORMATS = ["*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "optimizer*"]
 _OTHER_FOLDERS = ["original/*", "onnx/*"]
-# An adapter, which is loaded from the folder of its base model.
-_ADAPTER = "adapter_config.json"
 # Of a tokenizer.
 _TEMPLATES = "additional_chat_templates"
 _CODE = "custom_generate"
@@ -66,50 +63,48 @@ def write_served_target(args: AttachArguments) -> str:
     if folder.is_dir() and any(folder.iterdir()):
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
-    files = [path for path in sorted(source.iterdir()) if path.is_file()]
-    kept = [path for path in files if not any(path.match(pattern) for pattern in _OTHER_FORMATS)]
-    weights = [path for path in kept if any(path.match(pattern) for pattern in _WEIGHTS)]
-    _check_source(args.target, source, weights)
+    _check_source(args.target, source)
     _check_vocabulary(args.drafter, source)
-    if args.record is not None:
-        with as_user_errors():
-            AutoTokenizer.from_pretrained(source)  # which a recording needs
+    copy = shutil.copy if args.copy_weights else _link_weights
     with as_user_errors():
-        (folder / _CODE).mkdir(parents=True)
-    for path in kept:
-        if path in weights and not args.copy_weights:
-            (folder / path.name).symlink_to(path.resolve())
-        else:
-            shutil.copy(path, folder / path.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+        if args.record is not None:
+            AutoTokenizer.from_pretrained(source)  # which a recording needs
+        shutil.copytree(source, folder, ignore=_left_out, copy_function=copy, dirs_exist_ok=True)
+        (folder / _CODE).mkdir()
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
-    how, num_others = "copied" if args.copy_weights else "linked", len(files) - len(kept)
-    left_out = f" {_count(num_others)} in other formats left out." if num_others else ""
-    return (
-        f"{args.output_dir} drafts with {drafter}: {_count(len(weights))} of weights {how}.{left_out} Load it with "
-        f"trust_remote_code."
-    )
+    how = "copied" if args.copy_weights else "linked"
+    return f"{args.output_dir} drafts with {drafter}; the weights are {how}. Load it with trust_remote_code."
 
 
-def _check_source(target: str, source: Path, weights: list[Path]) -> None:
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Returns what a target's folder holds beside a model: files in other formats, and all folders but one."""
+    folders = {name for name in names if name != _TEMPLATES and os.path.isdir(os.path.join(folder, name))}
+    return folders | shutil.ignore_patterns(*_OTHER_FORMATS)(folder, names)
+
+
+def _link_weights(source: str, path: str) -> None:
+    """Copies a file; one of weights is linked instead."""
+    if any(Path(source).match(pattern) for pattern in _WEIGHTS):
+        os.symlink(os.path.realpath(source), path)
+    else:
+        shutil.copy(source, path)
+
+
+def _check_source(target: str, source: Path) -> None:
     """Raises `ValueError` for a target's folder beside whose files no code would be read."""
-    if (source / _ADAPTER).exists():
-        base = ""
-        with suppress(ValueError, KeyError, TypeError):  # the file may be damaged
-            base = f" {json.loads((source / _ADAPTER).read_text(encoding='utf-8'))['base_model_name_or_path']!r}"
+    if (source / "adapter_config.json").exists():
         raise UserValueError(
-            f"{target!r} is an adapter, which is loaded from the folder of its base model{base}. Save a merged model "
-            f"with `model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
+            f"{target!r} is an adapter, which is loaded from the folder of its base model. Save a merged model with "
+            f"`model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
         )
     if (source / "config.json").exists() and is_drafter(source):
         raise UserValueError(f"{target!r} is a drafter, not a target. Give the model that it was trained for.")
     if (source / _CODE).exists():
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
-    if not weights:
+    if not any(any(source.glob(pattern)) for pattern in _WEIGHTS):
         raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
 
 
@@ -124,10 +119,6 @@ def _check_vocabulary(drafter: str, source: Path) -> None:
             f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "
             f"was trained for this target."
         )
-
-
-def _count(number: int) -> str:
-    return f"{number} file{'s' * (number != 1)}"
 
 
 def _find_target(name: str) -> Path:

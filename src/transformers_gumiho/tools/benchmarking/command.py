@@ -1,6 +1,8 @@
 """`gumiho benchmark`: compares all ways of decoding a target, and writes the results."""
 
 import json
+import platform
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,14 +13,11 @@ from transformers import __version__ as transformers_version
 from ...commands import REQUIRED, as_user_errors, option
 from ...generation.verification.placement import input_device
 from ...model.fingerprint import model_fingerprint
-from ..measuring.machine import machine_name
 from ..measuring.prompts import read_prompts
 from ..pairs import DraftingArguments, load_pair, prompts_field
-from .journal import Journal
 from .modes import decoding_modes
-from .report import markdown
-from .runner import run_benchmark
-from .summary import Sample, SummaryRow, summarize
+from .runner import Journal, run_benchmark
+from .summary import Sample, SummaryRow, markdown, summarize
 
 
 @dataclass(kw_only=True)
@@ -27,15 +26,15 @@ class BenchmarkArguments(DraftingArguments):
 
     prompts: str = prompts_field(REQUIRED)
     output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
-    num_prompts: int | None = option("Number of prompts (default: all).")
-    prompts_per_category: int | None = option("Number of prompts of each category (default: all).")
+    num_prompts: int | None = option("Number of prompts (default: all).", at_least=1)
+    prompts_per_category: int | None = option("Number of prompts of each category (default: all).", at_least=1)
     modes: list[str] = option("Modes to run besides plain, e.g. `gumiho` (default: all).", [])
     draft_model: str | None = option("Small language model for transformers' assisted generation.")
-    temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0])
-    batch_sizes: list[int] = option("Batch sizes.", [1])
+    temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0], at_least=0)
+    batch_sizes: list[int] = option("Batch sizes.", [1], at_least=1)
     tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [])
     compiled: bool = option("Also benchmark compiled models, with and without the drafter.", False)
-    max_new_tokens: int = option("Maximum number of tokens per prompt.", 128)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 128, at_least=1)
     seed: int = option("Seed for sampling.", 0)
     resume: bool = option("Continue an earlier run with the same settings; more prompts are allowed.", False)
 
@@ -78,10 +77,9 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         "assistant": model_fingerprint(drafter),
         "settings of the assistant": drafter.generation_config.to_diff_dict(),
     }
-    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
-    options["chat_template"] = tokenizer.chat_template if args.chat_template is not None else None
-    begun_with = conditions | {"modes": [mode.name for mode in modes]} | options
-    journal = Journal(folder / "samples.jsonl", begun_with, args.resume)
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
+    journal = Journal(folder / "samples.jsonl", conditions | options, args.resume)
     samples: list[Sample] = []
     stopped = False
     try:
@@ -102,3 +100,13 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     if stopped:
         raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and --resume continues.")
     return rows
+
+
+def machine_name(device: torch.device) -> str:
+    """Returns the name of a device. A CPU's name includes the number of threads, on which its speed depends."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
+    processor = found[1] if found else platform.processor() or platform.machine()
+    return f"{processor}, {torch.get_num_threads()} threads"

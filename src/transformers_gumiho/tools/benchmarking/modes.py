@@ -39,10 +39,7 @@ def decoding_modes(
     Raises:
         ValueError: A name is unknown.
     """
-    config, gumiho = drafter.config, {"assistant_model": drafter}
-    # A measured `break_even` belongs to the tuned tree.
-    other: dict[str, Any] = {"break_even": None}
-    lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+    gumiho, lookup = {"assistant_model": drafter}, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     modes = [PLAIN, DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1)]
     if draft_model is not None:
         modes.append(DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1))
@@ -51,18 +48,19 @@ def decoding_modes(
         modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
     else:
         modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
-    modes.append(DecodingMode("gumiho without FTA", gumiho, other | {"full_tree_attention": False}))
+    trees: dict[str, dict[str, Any]] = {"gumiho without FTA": {"full_tree_attention": False}}
     for length in (3, 5, 7):
-        if length <= config.max_draft_depth:
-            chain = other | {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
-            modes.append(DecodingMode(f"chain of {length}", gumiho, chain))
-    for name, depth in (("serial head only", config.num_serial_tokens), ("one serial token", 1)):
-        modes.append(DecodingMode(name, gumiho, other | {"tree_depth": depth}))
+        if length <= drafter.config.max_draft_depth:
+            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
+            trees[f"chain of {length}"] = chain
+    trees["serial head only"] = {"tree_depth": drafter.config.num_serial_tokens}
+    trees["one serial token"] = {"tree_depth": 1}
+    trees |= {f"tree of {size}": {"num_assistant_tokens": size} for size in tree_sizes}
+    # A measured `break_even` belongs to the tuned tree.
+    modes += [DecodingMode(name, gumiho, {"break_even": None} | settings) for name, settings in trees.items()]
     if compiled:
         static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
         modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
-    for size in tree_sizes:
-        modes.append(DecodingMode(f"tree of {size}", gumiho, other | {"num_assistant_tokens": size}))
     if unknown := set(names) - {mode.name for mode in modes}:
         known = ", ".join(f"'{mode.name}'" for mode in modes)
         raise UserValueError(f"There is no mode {min(unknown)!r}. Choose from {known}.")

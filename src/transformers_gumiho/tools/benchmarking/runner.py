@@ -2,21 +2,22 @@
 
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
+from ...files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, settings_file
 from ...model.open_text import encode_turn
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question
-from .journal import Journal
 from .summary import Sample
 
 
@@ -40,6 +41,30 @@ class _Batch:
     @property
     def num_turns(self) -> int:
         return max(len(question.turns) for question in self.questions)
+
+
+class Journal:
+    """
+    A JSONL file with a line for each batch of conversations, written once all its turns are measured. `known` has the
+    samples of the file by the key of their batch. `settings` are the conditions of the measurements, kept beside it.
+
+    Raises:
+        ValueError: With `resume`: the file was begun with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], resume: bool):
+        self._path = path
+        if not resume:
+            path.unlink(missing_ok=True)
+            settings_file(path).unlink(missing_ok=True)
+        check_begun_with(path, settings)
+        cut_incomplete_line(path)
+        rows = map(json.loads, complete_lines(path))
+        self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
+
+    def append(self, key: str, samples: Sequence[Sample]) -> None:
+        """Writes the samples of a batch."""
+        append_rows(self._path, [{"of": key, "samples": list(map(asdict, samples))}])
 
 
 @torch.inference_mode()
@@ -70,16 +95,10 @@ def run_benchmark(
         journal: Records the samples of each conversation. Those that it already holds are not measured again.
 
     Raises:
-        ValueError: The first mode is not plain decoding, or a setting is out of range.
+        ValueError: The first mode is not plain decoding.
     """
     if not modes or modes[0].name != PLAIN.name:
         raise UserValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
-    are_temperatures = all(0 <= temperature < math.inf for temperature in temperatures)
-    if not are_temperatures or min(*batch_sizes, max_new_tokens) < 1:
-        raise UserValueError(
-            f"`temperatures` must be 0 or positive, and `batch_sizes` and `max_new_tokens` must be at least 1, got "
-            f"{tuple(temperatures)}, {tuple(batch_sizes)} and {max_new_tokens}."
-        )
     groups = defaultdict(list)
     for question in questions:
         groups[question.category].append(question)
@@ -140,7 +159,6 @@ def _converse(
                 seconds=found.total_seconds,
                 num_tokens=sum(map(len, found.answers)),
                 equal=found.answers == taken[0].answers,
-                peak_bytes=found.peak_bytes,
                 accepted_lengths=found.accepted_lengths,
                 stages=found.stages,
                 repeat_seconds=repeat_seconds if mode is modes[0] else None,

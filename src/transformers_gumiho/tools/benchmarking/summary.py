@@ -1,8 +1,8 @@
-"""The samples of a benchmark, and their summary as the numbers of the report."""
+"""The samples of a benchmark, and their summary: its numbers, and the report in Markdown."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +14,12 @@ from .modes import ASSISTED, COMPILED, PLAIN_COMPILED, PROMPT_LOOKUP
 OVERALL = "overall"
 _BASELINES = (PROMPT_LOOKUP, ASSISTED, PLAIN_COMPILED)
 _BOOTSTRAP_SAMPLES = 2000
+_HEADER = (
+    "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
+    "equal to plain |"
+)
+# On an idle machine, two runs of plain decoding differ by at most this factor.
+_IDLE_SPREAD = 1.1
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,6 @@ class Sample:
         seconds: Time for decoding the batch, prompt included.
         num_tokens: New tokens of all prompts, without padding.
         equal: Whether every text is that of plain decoding.
-        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
         stages: Seconds of each stage, if there are any. On other devices than a CPU, these are from a separate run.
         repeat_seconds: Time of a second run, for some samples of plain decoding.
@@ -46,7 +51,6 @@ class Sample:
     seconds: float
     num_tokens: int
     equal: bool
-    peak_bytes: int | None
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
     repeat_seconds: float | None = None
@@ -65,13 +69,8 @@ class Sample:
 @dataclass(frozen=True)
 class Comparison:
     """
-    The speed of a mode divided by the speed of a baseline on the same batch.
-
-    Attributes:
-        ratio: Median over the batches.
-        interval: Its 95% bootstrap interval.
-        num_faster: Batches in which the mode was faster.
-        num_samples: Batches that both modes decoded.
+    The speed of a mode divided by the speed of a baseline on the same batch: the median over the batches that both
+    decoded (`ratio`), its 95% bootstrap `interval`, and in how many of them (`num_samples`) the mode was faster.
     """
 
     ratio: float
@@ -93,15 +92,13 @@ class SummaryRow:
         num_samples: Batches of prompts measured.
         num_equal: Number of these batches in which all texts equal those of plain decoding.
         tokens_per_second: Lower quartile, median and upper quartile over the batches.
-        speedup: Median over the batches of the speed divided by plain's on the same batch.
-        speedup_interval: Its 95% bootstrap interval.
+        with_plain: The comparison with plain decoding.
+        against: Comparisons with prompt lookup and assisted generation, by their names. For compiled modes, also with
+            compiled plain decoding.
         tau_micro: Tokens per cycle, over all cycles; `None` without cycles.
         tau_macro: Tokens per cycle of each prompt, averaged over the prompts.
         acceptance_per_position: Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
         shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
-        peak_bytes: Peak memory, as the median over the batches.
-        against: Comparisons with prompt lookup and assisted generation, by their names. For compiled modes, also with
-            compiled plain decoding.
         repeat_spread: For plain decoding, the slower time of two runs of a batch divided by the faster one, as the
             upper quartile. On an idle machine it is close to 1.
     """
@@ -113,15 +110,18 @@ class SummaryRow:
     num_samples: int
     num_equal: int
     tokens_per_second: tuple[float, float, float]
-    speedup: float
-    speedup_interval: tuple[float, float]
+    with_plain: Comparison
+    against: dict[str, Comparison]
     tau_micro: float | None
     tau_macro: float | None
     acceptance_per_position: list[float] | None
     shares: dict[str, float] | None
-    peak_bytes: float | None
-    against: dict[str, Comparison] = field(default_factory=dict)
-    repeat_spread: float | None = None
+    repeat_spread: float | None
+
+    @property
+    def speedup(self) -> float:
+        """The speed divided by plain decoding's on the same batch: the median over the batches."""
+        return self.with_plain.ratio
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
@@ -141,16 +141,13 @@ def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
 
 def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category: str) -> SummaryRow:
     samples = groups[mode]
-    with_plain = _compare(samples, groups[PLAIN.name])
     is_baseline = mode in (PLAIN.name, *_BASELINES)
     baselines = [name for name in _BASELINES if name != PLAIN_COMPILED or mode.endswith(COMPILED)]
-    against = {name: _compare(samples, groups[name]) for name in baselines if name in groups and not is_baseline}
     runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
     acceptance = acceptance_statistics(lengths) if any(lengths) else None
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
-    peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
     lower, median, upper = np.percentile([sample.speed for sample in samples], [25, 50, 75])
     return SummaryRow(
         mode=mode,
@@ -160,14 +157,12 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
         num_samples=len(samples),
         num_equal=sum(sample.equal for sample in samples),
         tokens_per_second=(float(lower), float(median), float(upper)),
-        speedup=with_plain.ratio,
-        speedup_interval=with_plain.interval,
-        tau_micro=acceptance.tau_micro if acceptance else None,
-        tau_macro=acceptance.tau_macro if acceptance else None,
-        acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
+        with_plain=_compare(samples, groups[PLAIN.name]),
+        against={name: _compare(samples, groups[name]) for name in baselines if name in groups and not is_baseline},
+        tau_micro=acceptance and acceptance.tau_micro,
+        tau_macro=acceptance and acceptance.tau_macro,
+        acceptance_per_position=acceptance and acceptance.acceptance_per_position,
         shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
-        peak_bytes=float(np.median(peaks)) if peaks else None,
-        against=against,
         repeat_spread=float(np.quantile([slow / fast for fast, slow in runs], 0.75)) if runs else None,
     )
 
@@ -179,9 +174,50 @@ def _compare(samples: Sequence[Sample], others: Sequence[Sample]) -> Comparison:
     return Comparison(float(np.median(ratios)), bootstrap_interval(ratios), int((ratios > 1).sum()), len(ratios))
 
 
-def bootstrap_interval(values: np.ndarray, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Returns the bootstrap interval of the median of `values` that holds `share` of the resampled medians."""
+def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """Returns the bootstrap interval of the median of `values` that holds 95% of the resampled medians."""
     generator = np.random.default_rng(seed)
     resampled = generator.choice(values, size=(_BOOTSTRAP_SAMPLES, len(values)))
-    lower, upper = np.quantile(np.median(resampled, axis=1), [(1 - share) / 2, (1 + share) / 2])
+    lower, upper = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])
     return float(lower), float(upper)
+
+
+def markdown(rows: Sequence[SummaryRow]) -> str:
+    """Returns one table per temperature, batch size and category."""
+    sections = []
+    for section in dict.fromkeys((row.temperature, row.batch_size, row.category) for row in rows):
+        temperature, batch_size, category = section
+        chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
+        way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
+        lines = [title, "", _HEADER, "|---" * 6 + "|", *map(_line, chosen)]
+        # Each baseline with which modes are compared, answer by answer.
+        for baseline in dict.fromkeys(name for row in chosen for name in row.against):
+            found = [(row.mode, row.against[baseline]) for row in chosen if baseline in row.against]
+            ratios = [f"{mode} {_ratio(of)}, faster in {of.num_faster} of {of.num_samples}" for mode, of in found]
+            told = "; ".join(ratios)
+            lines += ["", f"Speed against {baseline} on the same prompts (median, its 95% interval): {told}."]
+        if (spread := max(row.repeat_spread or 0.0 for row in chosen)) > _IDLE_SPREAD:
+            lines += [
+                "",
+                f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long "
+                f"(limit {_IDLE_SPREAD}). Close other programs and run the benchmark again.",
+            ]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
+
+
+def _ratio(comparison: Comparison) -> str:
+    return f"{comparison.ratio:.2f} ({comparison.interval[0]:.2f}-{comparison.interval[1]:.2f})"
+
+
+def _line(row: SummaryRow) -> str:
+    lower, median, upper = row.tokens_per_second
+    speedup = "1" if row.mode == PLAIN.name else _ratio(row.with_plain)
+    if row.speedup < 1:
+        speedup += " **slower than plain**"
+    tau = "" if row.tau_micro is None else f"{row.tau_micro:.2f} / {row.tau_macro:.2f}"
+    shares = row.shares or {}
+    times = " / ".join(f"{shares[name]:.0%}" for name in ("draft", "verify", "rest") if name in shares)
+    equal = f"{row.num_equal} of {row.num_samples}"
+    return f"| {row.mode} | {median:.1f} ({lower:.1f}-{upper:.1f}) | {speedup} | {tau} | {times} | {equal} |"

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ...generation.verification.placement import accelerators_of, input_device
-from .prompts import pad_left
 from .timing import DecodingTime, time_decoding
+
+
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,11 @@ class Runner:
         self._num_batches = 0
 
     def compare(
-        self, modes: Sequence[DecodingMode], prompts: Sequence[Sequence[int]], temperature: float, seed: int
+        self, modes: Sequence[DecodingMode], prompts: Prompts, temperature: float, seed: int
     ) -> list[DecodingTime]:
         """
-        Returns what each of the modes took for a batch. Each mode decodes its first batch twice, to warm up.
-
-        Args:
-            modes: The modes.
-            prompts: Token ids of each prompt.
-            temperature: 0 is greedy.
-            seed: Seed for sampling, set before each mode.
+        Returns what each of the modes took for a batch of prompts, as token ids. Each mode decodes its first batch
+        twice, to warm up. A `temperature` of 0 is greedy. The seed is set before each mode.
         """
         self.warm_up(modes, prompts, temperature)
         order = [(place + self._num_batches) % len(modes) for place in range(len(modes))]
@@ -71,28 +70,36 @@ class Runner:
         taken = {place: self.decode(modes[place], prompts, temperature, seed) for place in order}
         return [taken[place] for place in range(len(modes))]
 
-    def warm_up(self, modes: Sequence[DecodingMode], prompts: Sequence[Sequence[int]], temperature: float) -> None:
+    def warm_up(self, modes: Sequence[DecodingMode], prompts: Prompts, temperature: float) -> None:
         """Decodes a batch in the modes that have not decoded any of this size at this temperature."""
         for mode in modes:
             if (way := (mode.name, len(prompts), temperature)) not in self._warm:
-                self._decode(mode, prompts, temperature, 0)
+                self.decode(mode, prompts, temperature, 0)
                 self._warm.add(way)
 
-    def decode(
-        self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int
-    ) -> DecodingTime:
-        """Decodes a batch in one mode. The arguments are those of [`compare`]."""
-        taken = self._decode(mode, prompts, temperature, seed, stages=self._stages)
-        if taken.stages is None or not accelerators_of(self._target):
-            return taken
-        return replace(self._decode(mode, prompts, temperature, seed), stages=taken.stages)
-
-    def _decode(
-        self, mode: DecodingMode, prompts: Sequence[Sequence[int]], temperature: float, seed: int, **timing: bool
-    ) -> DecodingTime:
+    def decode(self, mode: DecodingMode, prompts: Prompts, temperature: float, seed: int) -> DecodingTime:
+        """Decodes a batch in one mode."""
         inputs = pad_left(prompts, self._pad_token_id, input_device(self._target))
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": temperature > 0}
         if temperature:
             options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        options |= {"settings": mode.settings, **mode.generate_kwargs}
         torch.manual_seed(seed)
-        return time_decoding(self._target, inputs, settings=mode.settings, **timing, **options, **mode.generate_kwargs)
+        taken = time_decoding(self._target, inputs, stages=self._stages, **options)
+        if taken.stages is None or not accelerators_of(self._target):
+            return taken
+        torch.manual_seed(seed)
+        return replace(time_decoding(self._target, inputs, **options), stages=taken.stages)
+
+
+def pad_left(prompts: Prompts, pad_token_id: int | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """
+    Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Without a padding token, token 0 pads: it
+    is masked.
+    """
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return {
+        "input_ids": pad(rows, padding_value=pad_token_id or 0),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+    }

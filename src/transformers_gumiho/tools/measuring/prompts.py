@@ -1,17 +1,14 @@
 """Prompts: questions of one or several turns, in categories."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ...commands import UserValueError
-from ...files import MalformedRowError, load_conversations, parse_row, read_json_lines
+from ...files import JSON_LINE, MalformedRowError, load_conversations, parse_row, read_text
 
 
 logger = logging.get_logger(__name__)
@@ -22,14 +19,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Question:
-    """
-    The turns of a user in a conversation.
-
-    Attributes:
-        name: Its id.
-        category: The group of questions to which it belongs.
-        turns: The user's side of the conversation.
-    """
+    """What a user says in a conversation (`turns`), with its `name` and the `category` to which it belongs."""
 
     name: str
     category: str
@@ -52,16 +42,12 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
         FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: A row has none of these columns, there is no row, or the file is not JSONL in UTF-8.
     """
-    for option in (num_prompts, per_category):
-        if option is not None and option < 1:
-            raise UserValueError(f"At least one question has to be read, got {option}.")
     seen: Counter[str] = Counter()
     questions: list[Question] = []
     num_placeholders = 0
-    for index, (where, row) in enumerate(_read_rows(name)):
+    for question in _read_questions(name):
         if len(questions) == num_prompts:
             break
-        question = _read_question(row, index, f"{where} of {name!r}")
         if any(turn.startswith(_PLACEHOLDER) for turn in question.turns):
             num_placeholders += 1
             continue
@@ -78,19 +64,23 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
     return questions
 
 
-def _read_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the rows of a file or dataset, each with where it stands."""
-    if name.endswith(".jsonl"):
-        yield from ((f"Line {number}", row) for number, row in read_json_lines(name))
-        return
-    for index, row in enumerate(load_conversations(name, split=None)):
-        try:
-            yield f"Row {index}", parse_row(row)
-        except MalformedRowError as error:
-            raise UserValueError(f"Row {index} of {name!r} {error}. Each row must be a JSON object.") from error
+def _read_questions(name: str) -> Iterator[Question]:
+    if name.endswith(".jsonl"):  # without `datasets`; `splitlines` would split at U+2028, which JSON may hold
+        rows = [{JSON_LINE: line} for line in read_text(name).split("\n")]
+    else:
+        rows = load_conversations(name, split=None)
+    index = 0
+    for number, row in enumerate(rows, 1):
+        if row.get(JSON_LINE, name).strip():
+            yield _read_question(row, index, f"Row {number} of {name!r}")
+            index += 1
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:
+    try:
+        row = parse_row(row)
+    except MalformedRowError as error:
+        raise UserValueError(f'{where} {error}. Give a JSON object, such as {{"prompt": "..."}}.') from error
     found = row.get("turns") or row.get("prompt") or row.get("text")
     if not found:
         raise UserValueError(f"{where} has the columns {sorted(row)}, and needs 'turns' or 'prompt' or 'text'.")
@@ -98,16 +88,3 @@ def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:
     if not all(isinstance(turn, str) and turn for turn in turns):
         raise UserValueError(f"{where} has turns that are not text: {turns!r}.")
     return Question(str(row.get("question_id", index)), str(row.get("category", "all")), turns)
-
-
-def pad_left(
-    prompts: Sequence[Sequence[int]], pad_token_id: int | None, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """
-    Returns prompts as one batch, `input_ids` and `attention_mask` `(B, T)`. Without a padding token, token 0 pads: it
-    is masked.
-    """
-    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    seen = [torch.ones_like(row) for row in rows]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    return {"input_ids": pad(rows, padding_value=pad_token_id or 0), "attention_mask": pad(seen)}

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ...generation.drafting.candidate_generator import DraftOrigin
 from ...generation.observers import GenerationObserver, Stage, observing
-from ...generation.verification.placement import accelerators_of, input_device
+from ...generation.verification.placement import accelerators_of
 from ...model.modeling_gumiho import GumihoModel
-from .machine import watch_memory
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class DecodingTime:
         total_seconds: Time of the call, prompt included.
         accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
         stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
-        peak_bytes: Peak of the memory, beyond the memory in use before; `None` if the system does not report it.
     """
 
     seconds: float
@@ -41,7 +39,6 @@ class DecodingTime:
     total_seconds: float = 0.0
     accepted_lengths: list[list[int]] | None = None
     stages: dict[str, float] | None = None
-    peak_bytes: int | None = None
 
     @property
     def pass_seconds(self) -> float:
@@ -58,57 +55,45 @@ def time_decoding(
     **generate_kwargs: Any,
 ) -> DecodingTime:
     """
-    Decodes a batch, plainly or with an `assistant_model`, and times it.
-
-    Args:
-        target: The target.
-        inputs: `input_ids` and `attention_mask`, `(B, T)` each.
-        settings: Decoding settings of a Gumiho drafter, which has its own again afterwards.
-        stages: Also time the stages of cycles; see [`stage_timer`].
-        **generate_kwargs: For `generate()`.
+    Decodes a batch (`input_ids` and `attention_mask`, `(B, T)` each), plainly or with an `assistant_model`, and times
+    it. A Gumiho drafter decodes with these `settings`, and has its own again afterwards. `stages` also times the
+    stages of cycles; see [`stage_timer`]. Other arguments go to `generate()`.
     """
     assistant = generate_kwargs.get("assistant_model")
-    drafter = assistant if isinstance(assistant, GumihoModel) else None
-    devices = accelerators_of(target, *([] if drafter is None else [drafter]))
-    begins: list[float] = []
+    drafters = [assistant] if isinstance(assistant, GumihoModel) else []
 
     # Not a hook on the target: the prompt may take several passes, and a hook would change a compiled pass.
     def note_first_token(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not begins:
-            begins.append(timer.now())
+        timer.prompt_end = timer.prompt_end or timer.now()
         return keep_going
 
     keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
-    if drafter is None:
+    if not drafters:
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
-    read_peak = watch_memory(input_device(target))
     with (
-        nullcontext() if drafter is None else temporary_settings(drafter, settings or {}),
-        stage_timer(*devices, stages=stages and drafter is not None) as timer,
+        temporary_settings(assistant, settings or {}) if drafters else nullcontext(),
+        stage_timer(*accelerators_of(target, *drafters), stages=stages and bool(drafters)) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
-    length = inputs["input_ids"].shape[1]
-    ends = target.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    num_tokens = output.sequences.shape[1] - length - 1
-    num_passes = num_tokens if drafter is None else timer.num_cycles
-    end = timer.end
+    length, ends = inputs["input_ids"].shape[1], target.generation_config.eos_token_id
+    num_tokens, end = output.sequences.shape[1] - length - 1, timer.end
+    num_passes = timer.num_cycles if drafters else num_tokens
     if timer.end_of_drafts is not None and num_passes > 1:
         num_tokens, num_passes, end = num_tokens - 1, num_passes - 1, timer.end_of_drafts
     return DecodingTime(
-        seconds=end - (begins[0] if drafter is None else timer.prompt_end),
+        seconds=end - timer.prompt_end,
         num_tokens=num_tokens,
         num_passes=num_passes,
         answers=[_up_to_end(row[length:], ends) for row in output.sequences.tolist()],
         total_seconds=timer.total,
         accepted_lengths=getattr(output, "accepted_lengths", None),
-        stages=timer.stages() if stages and drafter is not None else None,
-        peak_bytes=read_peak(),
+        stages=timer.stages() if stages and drafters else None,
     )
 
 
-def _up_to_end(tokens: list[int], ends: list[int]) -> list[int]:
+def _up_to_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
     """Returns the tokens up to the first one that ends a text. What follows it is padding."""
+    ends = ends if isinstance(ends, list) else [ends]
     return tokens[: next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))]
 
 
@@ -133,34 +118,26 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 
 class StageTimer(GenerationObserver):
     """
-    The times of a generation, in seconds.
-
-    Attributes:
-        num_cycles: Number of passes over trees.
-        start: The clock's time at its beginning.
-        prompt_end: The clock's time when the target had read the prompt.
-        end: The clock's time at its end.
-        end_of_drafts: The clock's time when nothing more was drafted, as one token was missing.
+    The times of a generation, by a clock in seconds: its `start`, when the target had read the prompt (`prompt_end`),
+    when nothing more was drafted, as one token was missing (`end_of_drafts`), and its `end`. `num_cycles` counts the
+    passes over trees.
     """
 
-    def __init__(self, devices: Sequence[torch.device], with_stages: bool):
-        self.num_cycles = 0
+    def __init__(self, devices: tuple[torch.device, ...], with_stages: bool):
         self._devices, self._with_stages = devices, with_stages
         self._seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
+        self.num_cycles, self.prompt_end = 0, 0.0
         self.end_of_drafts: float | None = None
-        self.start = self.prompt_end = self.end = self._first_cycle = self.now()
+        self.start = self.end = self._first_cycle = self.now()
 
     def on_stage_begin(self, stage: Stage) -> None:
-        if stage == "verify":
-            self.num_cycles += 1
-        if not self._with_stages:
-            return
-        begin = self.now()
-        if stage == "verify" and self.num_cycles == 1:
-            self._first_cycle = begin
-            self._seconds.clear()
-        self._begins.append(begin)
+        self.num_cycles += stage == "verify"
+        if self._with_stages:
+            self._begins.append(self.now())
+            if stage == "verify" and self.num_cycles == 1:
+                self._first_cycle = self._begins[-1]
+                self._seconds.clear()
 
     def on_stage_end(self, stage: Stage) -> None:
         if stage == "prompt":
@@ -198,12 +175,8 @@ class StageTimer(GenerationObserver):
 @contextmanager
 def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageTimer]:
     """
-    Times the generation with a drafter that this thread runs in the `with` block.
-
-    Args:
-        *devices: Devices of the target and the drafter.
-        stages: Also time `verify` and `draft`. This waits for the devices at both ends of each stage, so the
-            generation takes longer. Use it for the shares of the stages.
+    Times the generation with a drafter that this thread runs in the `with` block, on these devices. With `stages`, the
+    devices are waited for at both ends of each stage, so the generation takes longer: this is for their shares.
     """
     timer = StageTimer(devices, stages)
     with observing(timer):

@@ -1,29 +1,84 @@
-"""The options that name a target and a drafter, the same in all commands."""
+"""The options that name a target and a drafter, the same in all commands, and pairs with a short name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ...commands import UserValueError, option
-from .known import find_pair
+from ...commands import UserFileNotFoundError, UserValueError, check_limits, option
+from . import smollm2
 
 
-Options = TypeVar("Options", bound="TargetArguments")
-PairOptions = TypeVar("PairOptions", bound="PairArguments")
+Options = TypeVar("Options", bound="PairArguments")
+_REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """
+    A target and the drafter that was trained for it, which is in this `folder` of the repository's `examples`. So is
+    the target, unless `make_target` returns its folder or name on the Hub. A pair that is `in_bfloat16`, because
+    reading its weights takes most of its time, runs so on a CPU that computes in bfloat16.
+    """
+
+    folder: str
+    make_target: Callable[[], str] | None = None
+    in_bfloat16: bool = False
+
+    @property
+    def cpu_dtype(self) -> str:
+        """The precision in which a CPU runs it. Other devices use the precision of its files."""
+        # Older releases of PyTorch do not report what a CPU computes in.
+        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        in_bfloat16 = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+        return "bfloat16" if self.in_bfloat16 and in_bfloat16 else "float32"
+
+    def find_drafter(self) -> str:
+        """Returns the drafter's folder. Raises `FileNotFoundError` where there is no clone of the repository."""
+        return self._find("gumiho")
+
+    def find_target(self) -> str:
+        """Returns the target's folder, which is created if necessary, or its name on the Hub."""
+        return self._find("target") if self.make_target is None else self.make_target()
+
+    def _find(self, model: str) -> str:
+        name = f"{self.folder}/{model}"
+        for folder in (Path(__file__).parents[4] / "examples" / name, Path("examples", name)):
+            if (folder / "config.json").exists():
+                return str(folder)
+        raise UserFileNotFoundError(
+            f"There is no folder examples/{name} here, which this pair needs. Run this in a clone of "
+            f"{_REPOSITORY}, or specify --target and --assistant."
+        )
+
+
+PAIRS = {"demo": Pair("demo_pair"), "smollm2": Pair("smollm2", smollm2.find_target, in_bfloat16=True)}
+
+
+def find_pair(name: str) -> Pair:
+    """Returns the pair of a short name. Raises `ValueError` if no pair has it."""
+    if name not in PAIRS:
+        known = " or ".join(f"--pair {name}" for name in PAIRS)
+        raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
+    return PAIRS[name]
 
 
 @dataclass(kw_only=True)
-class TargetArguments:
-    """The options that name a target: `pair` or `target`."""
+class PairArguments:
+    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
 
     pair: str | None = option("Short name of a target and its drafter: demo or smollm2.")
     target: str | None = option("Target model: a folder or a name on the Hub.")
+    assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
     dtype: str = option("Precision of all models, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto` (default: one device).")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
     chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     def resolved(self: Options) -> Options:
         """
@@ -33,33 +88,16 @@ class TargetArguments:
         Raises:
             ImportError: A library that the pair needs is not installed.
             OSError: A model is missing and cannot be downloaded.
-            ValueError: The options do not name the models, or name an unknown pair.
+            ValueError: The options do not name both models, or name an unknown pair.
         """
-        target, dtype = self.target, self.dtype
-        if self.pair is not None:
-            known = find_pair(self.pair)
-            target = target or known.find_target()
-            if dtype == "auto" and not torch.accelerator.is_available():
-                dtype = known.cpu_dtype
-        if target is None:
-            raise UserValueError("Specify --pair NAME, or --target.")
-        return replace(self, pair=None, target=target, dtype=dtype)
-
-
-@dataclass(kw_only=True)
-class PairArguments(TargetArguments):
-    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
-
-    assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
-
-    def resolved(self: PairOptions) -> PairOptions:
-        """Does the same as in [`TargetArguments`]. The drafter is found first."""
-        assistant = self.assistant
-        if self.pair is not None:
-            assistant = assistant or find_pair(self.pair).find_drafter()
-        if assistant is None or (self.pair is None and self.target is None):
-            raise UserValueError("Specify --pair NAME, or both --target and --assistant.")
-        return replace(super().resolved(), assistant=assistant)
+        if self.pair is None:
+            if self.target is None or self.assistant is None:
+                raise UserValueError("Specify --pair NAME, or both --target and --assistant.")
+            return self
+        known, on_cpu = find_pair(self.pair), not torch.accelerator.is_available()
+        assistant = self.assistant or known.find_drafter()
+        dtype = known.cpu_dtype if self.dtype == "auto" and on_cpu else self.dtype
+        return replace(self, pair=None, target=self.target or known.find_target(), assistant=assistant, dtype=dtype)
 
 
 _BY_DEFAULT = "(default: the drafter's setting)."

@@ -14,7 +14,7 @@ from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.loading import damaged_weights_named
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import load_tokenizer
-from .arguments import DraftingArguments, PairArguments, TargetArguments
+from .arguments import DraftingArguments, PairArguments
 
 
 def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
@@ -64,16 +64,14 @@ def own_settings(drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
     )
 
 
-def load_target(args: TargetArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads the target that options name, and its tokenizer, on the machine's accelerator if there is one.
+    Loads the target that `args.target` names, and its tokenizer, on the machine's accelerator if there is one.
 
     Raises:
-        ImportError: A library that the pair needs is not installed.
         OSError: The target is missing and cannot be downloaded.
-        ValueError: The options do not name a target, the precision or device is unknown, or the target is a drafter.
+        ValueError: The precision or device is unknown, or the target is a drafter.
     """
-    args = TargetArguments.resolved(args)
     name, dtype, device_map = str(args.target), args.dtype, args.device_map
     _check_folder(name)
     if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):

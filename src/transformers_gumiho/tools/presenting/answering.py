@@ -12,28 +12,24 @@ from transformers.generation.streamers import BaseStreamer
 
 from ...generation.verification.placement import input_device
 from ...model.modeling_gumiho import GumihoModel
-from .cycles import Cycle, watch_cycles
-
-
-# Tokens before a piece that its text may depend on: some tokenizers drop a space where a text begins.
-_CONTEXT = 8
-# What a decoder writes for bytes that are not a complete character.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+from .cycles import CONTEXT, INCOMPLETE, Cycle, watch_cycles
 
 
 @dataclass
-class Answer:
+class Answer(BaseStreamer):
     """
     An answer as it is written. One thread writes it, and others may read it.
 
     Attributes:
         tokens: The new tokens.
-        pieces: Their text in pieces of complete characters, each with whether it holds accepted drafts alone.
+        pieces: Their text in pieces of complete characters, each with whether it holds accepted drafts alone. A
+            character that needs a token of the target's own is no accepted draft.
         cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
         seconds: From the prompt to the newest token, without `waited`.
         waited: Seconds in which other answers had the models.
         progress: Its state.
         problem: Why it failed.
+        on_step: Called after each cycle, and after each token that is in none. A `KeyboardInterrupt` ends the answer.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,6 +39,7 @@ class Answer:
     waited: float = 0.0
     progress: Literal["queued", "generating", "done", "stopped", "failed"] = "queued"
     problem: str | None = None
+    on_step: Callable[[], None] = lambda: None
 
     @property
     def tau(self) -> float | None:
@@ -59,49 +56,29 @@ class Answer:
         """Returns the tokens before the cycle of this index."""
         return self.tokens[: 1 + sum(len(cycle.committed) for cycle in self.cycles[:index])]
 
-
-class AnswerStreamer(BaseStreamer):
-    """
-    Writes an answer as its tokens come. A character that needs a token of the target's own is no accepted draft.
-
-    Args:
-        answer: The answer to write.
-        tokenizer: The target's tokenizer.
-        has_cycles: Whether tokens come in cycles, so that `end_cycle` is called after those of each. Otherwise, all
-            are the target's own.
-        on_piece: Called with each piece of the text, and whether it holds accepted drafts alone.
-        on_step: Called after each cycle, and after each token that is in none.
-    """
-
-    def __init__(
-        self,
-        answer: Answer,
-        tokenizer: PreTrainedTokenizerBase,
-        has_cycles: bool,
-        on_piece: Callable[[str, bool], None] = lambda text, is_draft: None,
-        on_step: Callable[[], None] = lambda: None,
-    ):
-        self._answer, self._tokenizer, self._has_cycles = answer, tokenizer, has_cycles
-        self._on_piece, self._on_step = on_piece, on_step
+    def begin(self, tokenizer: PreTrainedTokenizerBase, has_cycles: bool) -> None:
+        """Begins the clock. Where tokens come in cycles (`has_cycles`), each ends with [`end_cycle`]."""
+        self._tokenizer, self._has_cycles, self._start = tokenizer, has_cycles, time.perf_counter()
         self._num_written = 0
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
         self._piece: list[tuple[int, bool]] = []
+        self.progress = "generating"
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompt `(1, T)` in the first call, and a new token `(1,)` in every other call."""
         if self._context is None:
-            self._context = value[0, -_CONTEXT:].tolist()
+            self._context = value[0, -CONTEXT:].tolist()
             return
-        self._answer.tokens.append(int(value))
-        if not self._has_cycles or len(self._answer.tokens) == 1:  # the first token is chosen after the prompt
+        self.tokens.append(int(value))
+        if not self._has_cycles or len(self.tokens) == 1:  # the first token is chosen after the prompt
             self._write(num_drafts=0)
-            self._on_step()
+            self.on_step()
 
     def end_cycle(self, cycle: Cycle) -> None:
         """Takes the cycle whose tokens have come."""
-        self._answer.cycles.append(cycle)
+        self.cycles.append(cycle)
         self._write(len(cycle.accepted))
-        self._on_step()
+        self.on_step()
 
     def end(self) -> None:
         """Hands on the end of a text that ends within a character or, interrupted, within a cycle."""
@@ -110,22 +87,21 @@ class AnswerStreamer(BaseStreamer):
 
     def _write(self, num_drafts: int) -> None:
         """Hands on the tokens that have come, of which the first are accepted drafts."""
-        for index, token in enumerate(self._answer.tokens[self._num_written :]):
+        for index, token in enumerate(self.tokens[self._num_written :]):
             self._piece.append((token, index < num_drafts))
             self._hand_on()
-        self._num_written = len(self._answer.tokens)
+        self._num_written = len(self.tokens)
+        self.seconds = time.perf_counter() - self._start - self.waited
 
     def _hand_on(self, is_last: bool = False) -> None:
         context, piece = self._context or [], [token for token, _ in self._piece]
         text = self._decode(context + piece)
-        if text.endswith(_INCOMPLETE) and not is_last:
+        if text.endswith(INCOMPLETE) and not is_last:
             return
         # A prompt may end within a character, which is then written completely.
-        text = text[len(self._decode(context).rstrip(_INCOMPLETE)) :]
-        if text:
-            self._answer.pieces.append((text, all(is_draft for _, is_draft in self._piece)))
-            self._on_piece(*self._answer.pieces[-1])
-        self._context, self._piece = (context + piece)[-_CONTEXT:], []
+        if text := text[len(self._decode(context).rstrip(INCOMPLETE)) :]:
+            self.pieces.append((text, all(is_draft for _, is_draft in self._piece)))
+        self._context, self._piece = (context + piece)[-CONTEXT:], []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -140,11 +116,9 @@ def stream_answer(
     *,
     max_new_tokens: int,
     temperature: float,
-    on_piece: Callable[[str, bool], None] = lambda text, is_draft: None,
-    on_step: Callable[[], None] = lambda: None,
 ) -> Answer:
     """
-    Writes an answer to a prompt, and returns it. Ctrl-C, or another `KeyboardInterrupt` in `on_step`, ends it.
+    Writes an answer to a prompt, and returns it. Ctrl-C ends it.
 
     Args:
         target: The target.
@@ -154,31 +128,22 @@ def stream_answer(
         answer: The answer to write.
         max_new_tokens: The most to generate.
         temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
-        on_piece: Is called with each piece of the text, and whether it holds accepted drafts alone.
-        on_step: Is called after each cycle; in plain decoding, after each token.
     """
-    start = time.perf_counter()
-
-    def note_step() -> None:
-        answer.seconds = time.perf_counter() - start - answer.waited
-        on_step()
-
-    streamer = AnswerStreamer(answer, tokenizer, drafter is not None, on_piece, note_step)
     # What a greedy target's configuration says of sampling would only be warned about.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     sampling = {"do_sample": True, "temperature": temperature} if temperature else greedy
     input_ids = torch.tensor([list(prompt)], device=input_device(target))
-    answer.progress, is_stopped = "generating", False
-    with watch_cycles(streamer.end_cycle):
+    is_stopped = False
+    answer.begin(tokenizer, has_cycles=drafter is not None)
+    with watch_cycles(answer.end_cycle):
         try:
             target.generate(
-                input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=streamer,
+                input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=drafter, streamer=answer,
                 max_new_tokens=max_new_tokens, **sampling,
             )  # fmt: skip
         except KeyboardInterrupt:
-            streamer.end()
+            answer.end()
             is_stopped = True
-    answer.seconds = time.perf_counter() - start - answer.waited
     answer.progress = "stopped" if is_stopped else "done"  # last: who reads it may then read all else
     return answer
 

@@ -1,10 +1,9 @@
 """The options of `gumiho generate`, `gumiho show` and `gumiho demo`."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ...commands import REQUIRED, UserValueError, option
+from ...commands import REQUIRED, option
 from ..pairs import DraftingArguments, prompts_field
 
 
@@ -23,16 +22,10 @@ class GenerateArguments(TerminalArguments):
 
     prompt: str | None = option("Prompt to answer (default: each line that you type).")
     prompts: str | None = prompts_field()
-    max_new_tokens: int = option("Maximum number of tokens in an answer.", 256)
-    temperature: float = option("Sampling temperature; 0 is greedy.", 0.0)
+    max_new_tokens: int = option("Maximum number of tokens in an answer.", 256, at_least=1)
+    temperature: float = option("Sampling temperature; 0 is greedy.", 0.0, at_least=0)
     seed: int = option("Seed for sampling.", 0)
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UserValueError(f"--temperature must be 0 (greedy) or a positive number, got {self.temperature}.")
-        if self.max_new_tokens < 1:
-            raise UserValueError(f"--max_new_tokens must be at least 1, got {self.max_new_tokens}.")
 
     @property
     def has_prompts(self) -> bool:
@@ -45,7 +38,7 @@ class ShowArguments(TerminalArguments):
     """The options of `gumiho show`; [`show`] takes them, too."""
 
     prompt: str = option("Prompt to decode.", REQUIRED)
-    step: int = option("Verification cycle to show, counted from 1.", 1)
+    step: int = option("Verification cycle to show, counted from 1.", 1, at_least=1)
     output: str | None = option("Also draw the tree into this SVG file.")
 
 
@@ -55,11 +48,6 @@ class DemoArguments(DraftingArguments):
 
     host: str = option("Address to listen on; 0.0.0.0 admits other machines.", "127.0.0.1")
     port: int | None = option("Port (default: the first free one from 7860).")
-    max_new_tokens: int = option("Maximum number of new tokens that a visitor can set.", 512)
-    max_question_tokens: int = option("Max question length in tokens (and 16 characters per token).", 1024)
-    max_visitors: int = option("Questions answered at the same time; others are queued.", 4)
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_question_tokens", "max_visitors"):
-            if getattr(self, name) < 1:
-                raise UserValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
+    max_new_tokens: int = option("Maximum number of new tokens that a visitor can set.", 512, at_least=1)
+    max_question_tokens: int = option("Max question length in tokens (and 16 characters per token).", 1024, at_least=1)
+    max_visitors: int = option("Questions answered at the same time; others are queued.", 4, at_least=1)

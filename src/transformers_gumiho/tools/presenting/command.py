@@ -1,12 +1,11 @@
 """`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
-import io
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
@@ -19,12 +18,14 @@ from ..pairs import load_pair
 from .answering import Answer, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .cycles import Cycle, label_cycle
-from .terminal import colored_writer, describe_answer, describe_comparison, draw_in_terminal, wants_colors
+from .terminal import describe_answer, describe_comparison, draw_in_terminal, wants_colors, write_new_pieces
 from .tree_svg import tree_svg
 
 
 if TYPE_CHECKING:
     import gradio
+
+Models = tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]
 
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
@@ -37,8 +38,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
     the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
     otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. Prompts of options end with an
-    interrupted answer. `--compare` also generates without
-    the drafter, from the same random numbers.
+    interrupted answer. `--compare` also generates without the drafter, from the same random numbers.
 
     Returns:
         The answers with the drafter.
@@ -76,29 +76,24 @@ def show(args: ShowArguments) -> Cycle:
     """
     if args.output is not None and Path(args.output).suffix != ".svg":
         raise UserValueError(f"A tree can be drawn into an .svg file, got --output {args.output}.")
-    if args.step < 1:
-        raise UserValueError(f"Cycles are counted from 1, got --step {args.step}.")
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
-    answer, step = Answer(), args.step
 
     def stop() -> None:
-        if len(answer.cycles) == step:
+        if len(answer.cycles) == args.step:
             raise KeyboardInterrupt
 
+    answer = Answer(on_step=stop)
     # There is room for one more cycle, as paths near the end of a text are shorter.
-    most = (step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
-    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0, on_step=stop)
-    if answer.progress == "stopped" and len(answer.cycles) < step:
-        raise KeyboardInterrupt
-    if not answer.cycles:
-        raise UserValueError("The text ends before anything is drafted. Give another --prompt.")
-    if (num_cycles := len(answer.cycles)) < step:
-        raise UserValueError(f"The text ends after {num_cycles} cycles; give --step a number from 1 to {num_cycles}.")
+    most = (args.step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
+    stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0)
+    if (num_cycles := len(answer.cycles)) < args.step:
+        if answer.progress == "stopped":
+            raise KeyboardInterrupt
+        raise UserValueError(f"The text ends after {num_cycles} cycles, before --step {args.step}.")
     cycle = answer.cycles[-1]
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
-    colors = wants_colors(args.color, sys.stdout)
-    sys.stdout.write(draw_in_terminal(cycle, labels, colors=colors) + "\n")
+    sys.stdout.write(draw_in_terminal(cycle, labels, colors=wants_colors(args.color, sys.stdout)) + "\n")
     if args.output is not None:
         with as_user_errors():
             Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
@@ -136,31 +131,30 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
     return Page(*load_pair(args), args)
 
 
-def _answer(
-    args: GenerateArguments,
-    models: tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel],
-    prompt: list[int],
-    seed: int,
-) -> Answer:
+def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: int) -> Answer:
     """Writes the answer to a prompt, and to compare that of plain decoding below it."""
     target, tokenizer, drafter = models
     colors = wants_colors(args.color, sys.stdout)
 
-    def answer_with(assistant: GumihoModel | None, stream: TextIO, max_new_tokens: int) -> Answer:
+    def answer_with(assistant: GumihoModel | None, max_new_tokens: int, is_shown: bool = True) -> Answer:
+        answer = Answer()
+        if is_shown:
+            answer.on_step = write_new_pieces(answer, sys.stdout, colors)
         torch.manual_seed(seed)
-        return stream_answer(
-            target, tokenizer, assistant, prompt, Answer(), max_new_tokens=max_new_tokens,
-            temperature=args.temperature, on_piece=colored_writer(stream, colors),
-        )  # fmt: skip
+        stream_answer(
+            target, tokenizer, assistant, prompt, answer, max_new_tokens=max_new_tokens, temperature=args.temperature
+        )
+        answer.on_step()  # the end of a text that was interrupted
+        return answer
 
     if args.compare:
         for assistant in (drafter, None):
-            answer_with(assistant, io.StringIO(), min(_WARM_UP_TOKENS, args.max_new_tokens))
-    answer = answer_with(drafter, sys.stdout, args.max_new_tokens)
+            answer_with(assistant, min(_WARM_UP_TOKENS, args.max_new_tokens), is_shown=False)
+    answer = answer_with(drafter, args.max_new_tokens)
     sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
     if args.compare and answer.progress == "done":
         sys.stdout.write("\n")
-        plain = answer_with(None, sys.stdout, args.max_new_tokens)
+        plain = answer_with(None, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
         sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
         if args.has_prompts and plain.progress == "stopped":

@@ -1,8 +1,8 @@
 """What happens in each verification cycle: the drafted tree, what the target took from it, and its tokens as text."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,10 @@ from ...generation.tree.draft_tree import DraftTree
 from ...generation.tree.walk import AcceptedPath, ChildFinder
 
 
-_CONTEXT = 16  # tokens of the text before the root that are shown, and that the tokens' texts may depend on
+# Tokens before others that their text may depend on: some tokenizers drop a space where a text begins.
+CONTEXT = 16
+# What a decoder writes for bytes that are not a complete character.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 28
 
 
@@ -47,15 +50,16 @@ class Cycle:
         return drafts if self.bonus_token is None else (*drafts, self.bonus_token)
 
     @property
-    def last_accepted(self) -> int:
-        """The deepest accepted node; the root where none was accepted."""
-        return self.accepted[-1] if self.accepted else 0
+    def above(self) -> tuple[int, ...]:
+        """The node above each node, and above the bonus token, if there is one: it is drawn as a node after them."""
+        last_accepted = self.accepted[-1] if self.accepted else 0
+        return self.parents if self.bonus_token is None else (*self.parents, last_accepted)
 
     @property
     def expected_accepted(self) -> float:
         """
         The number of drafted tokens that are expected to be accepted: the sum of all path probabilities. For a chain
-        this is `sum_k prod_{i<=k} p_i`, as in Gumiho's paper (https://arxiv.org/abs/2503.10135).
+        this is `sum_k prod_{i<=k} p_i`, as in Gumiho's paper.
         """
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
 
@@ -77,21 +81,17 @@ class Cycle:
         return math.exp(self.scores[node] - above) if math.isfinite(above) else 0.0
 
     def children(self, node: int) -> list[int]:
-        """The children of `node`, the best first."""
-        return [child for child in range(1, len(self.parents)) if self.parents[child] == node]
+        """The children of `node`, the best first; the bonus token is the last one."""
+        return [child for child, above in enumerate(self.above) if above == node and child]
 
 
-@contextmanager
-def watch_cycles(on_cycle: Callable[[Cycle], None]) -> Iterator[None]:
+def watch_cycles(on_cycle: Callable[[Cycle], None]) -> AbstractContextManager[None]:
     """
     Calls `on_cycle` after each verification cycle of this thread's generations within it, whose tokens a streamer has
-    then received. The choice of the first token, after the prompt, is no cycle.
-
-    Raises:
-        ValueError: In `generate()`, for a batch of several sequences.
+    then received. The choice of the first token, after the prompt, is no cycle. In a `with` block, `generate()` raises
+    `ValueError` for a batch of several sequences.
     """
-    with observing(_CycleWatcher(on_cycle)):
-        yield
+    return observing(_CycleWatcher(on_cycle))
 
 
 class _CycleWatcher(GenerationObserver):
@@ -118,32 +118,28 @@ class _CycleWatcher(GenerationObserver):
 
 @dataclass(frozen=True)
 class CycleLabels:
-    """The end of the text before the root, and the tokens' texts in quotes: of each node, and of the bonus token."""
+    """The end of the text before the root, and in quotes the text of each node, and then of the bonus token."""
 
     context: str
     nodes: tuple[str, ...]
-    bonus: str | None
 
 
 def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cycle: Cycle) -> CycleLabels:
     """Returns the texts of a cycle's tokens. `committed` is the text before the cycle, its last token the root."""
-    before = list(committed[-_CONTEXT:-1])
+    before = list(committed[-CONTEXT:-1])
+    tokens = cycle.tokens if cycle.bonus_token is None else (*cycle.tokens, cycle.bonus_token)
     paths: list[list[int]] = []
-    for node, token in enumerate(cycle.tokens):
-        paths.append([*(before if node == 0 else paths[cycle.parents[node]]), token])
-    bonus = None if cycle.bonus_token is None else _label(tokenizer, paths[cycle.last_accepted], cycle.bonus_token)
-    return CycleLabels(
-        context=shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True),
-        nodes=tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths),
-        bonus=bonus,
-    )
+    for node, token in enumerate(tokens):
+        paths.append([*(before if node == 0 else paths[cycle.above[node]]), token])
+    context = shorten(repr(tokenizer.decode(before)), 2 * _LONGEST, keeps_end=True)
+    return CycleLabels(context, tuple(_label(tokenizer, path[:-1], path[-1]) for path in paths))
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
     """Returns the text that a token adds to the text before it; its name where that is not a complete character."""
     start, longer = tokenizer.decode(before), tokenizer.decode([*before, token])
     text = longer[len(start) :]
-    if not longer.startswith(start) or not text or "\N{REPLACEMENT CHARACTER}" in text:
+    if not longer.startswith(start) or not text or INCOMPLETE in text:
         return f"<{tokenizer.convert_ids_to_tokens(token)}>"
     return shorten(repr(text), _LONGEST)
 

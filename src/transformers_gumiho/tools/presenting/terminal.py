@@ -35,11 +35,15 @@ def colored(text: str, wanted: bool = True) -> str:
     return f"{_GREEN}{text}{_RESET}" if wanted and text else text
 
 
-def colored_writer(stream: TextIO, colors: bool) -> Callable[[str, bool], None]:
-    """Returns a function that writes pieces of a text to `stream`, with drafted ones in color if wanted."""
+def write_new_pieces(answer: Answer, stream: TextIO, colors: bool) -> Callable[[], None]:
+    """Returns a function that writes what is new of an answer to `stream`, with drafts in color if wanted."""
+    num_written = 0
 
-    def write(text: str, is_draft: bool) -> None:
-        stream.write(colored(text, colors and is_draft))
+    def write() -> None:
+        nonlocal num_written
+        for text, is_draft in answer.pieces[num_written:]:
+            stream.write(colored(text, colors and is_draft))
+        num_written = len(answer.pieces)
         stream.flush()
 
     return write
@@ -99,18 +103,17 @@ def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:
 def _draw_children(cycle: Cycle, labels: CycleLabels, node: int, indent: str, colors: bool) -> list[str]:
     """Returns the lines below `node`, whose own line begins its children's branches at `indent`."""
     children = cycle.children(node)
-    has_bonus = labels.bonus is not None and node == cycle.last_accepted
     lines = []
     for child in children:
-        is_last = child == children[-1] and not has_bonus
+        label = labels.nodes[child]
+        is_last = child == children[-1]
         is_accepted = child in cycle.accepted
-        numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
         branch = f"{indent}{'└' if is_last else '├'}─ "
-        lines.append(
-            f"{numbers} {colored('*', colors) if is_accepted else ' '} {branch}"
-            f"{colored(labels.nodes[child], colors and is_accepted)}"
-        )
+        if child == len(cycle.tokens):
+            lines.append(f"{'':13} + {branch}{label}")
+            continue
+        numbers = f"{cycle.token_probability(child):6.3f} {cycle.path_probability(child):6.3f}"
+        mark = colored("*", colors) if is_accepted else " "
+        lines.append(f"{numbers} {mark} {branch}{colored(label, colors and is_accepted)}")
         lines += _draw_children(cycle, labels, child, indent + ("   " if is_last else "│  "), colors)
-    if has_bonus:
-        lines.append(f"{'':13} + {indent}└─ {labels.bonus}")
     return lines

@@ -23,7 +23,7 @@ def lay_out(cycle: Cycle) -> list[Place]:
     Returns the column and the row of each node of a cycle's draft tree, and of its bonus token, if there is one. The
     root is in the first column, and a node in the row of its best child.
     """
-    places, num_rows = [(0, 0)] * len(cycle.tokens), 0
+    places, num_rows = [(0, 0)] * len(cycle.above), 0
 
     def place(node: int, column: int) -> None:
         nonlocal num_rows
@@ -34,37 +34,28 @@ def lay_out(cycle: Cycle) -> list[Place]:
         num_rows += not children
 
     place(0, 0)
-    if cycle.bonus_token is None:
-        return places
-    column, row = places[cycle.last_accepted]
-    # Beside the last accepted node where it has no child, in a row of its own at the bottom where it has some.
-    return [*places, (column + 1, num_rows if cycle.children(cycle.last_accepted) else row)]
+    return places
 
 
 def tree_svg(cycle: Cycle, labels: CycleLabels, is_alone: bool = False) -> str:
     """
-    Draws the draft tree of a cycle from the root on the left to its deepest nodes. The same cycle gives the same text.
-
-    Args:
-        cycle: The cycle.
-        labels: The texts of its tokens.
-        is_alone: Whether the picture stands alone: then it has a white ground, and says what it shows.
-
-    Returns:
-        An SVG element.
+    Returns an SVG element that draws the draft tree of a cycle, from the root on the left to its deepest nodes. The
+    same cycle gives the same text. One that stands alone (`is_alone`) has a white ground, and says what it shows.
     """
     places = lay_out(cycle)
-    lines, boxes = [], [_box(places[0], labels.nodes[0], "newest token", "currentColor", 0.0, 2)]
-    for node in range(1, len(cycle.tokens)):
-        is_accepted, of_path = node in cycle.accepted, cycle.path_probability(node)
-        color, width, mark = (ACCEPTED, 2, "✓ ") if is_accepted else (DRAFTED, 1, "")
-        lines.append((is_accepted, _line(places[cycle.parents[node]], places[node], color, width)))
-        numbers = f"{cycle.token_probability(node):.3f}   {of_path:.3f}"
-        boxes.append(_box(places[node], mark + labels.nodes[node], numbers, color, of_path, width))
-    if labels.bonus is not None:
-        lines.append((True, _line(places[cycle.last_accepted], places[-1], BONUS, 2, dashes="5 3")))
-        boxes.append(_box(places[-1], labels.bonus, "bonus token", BONUS, 0.0, 2, dashes="5 3"))
-    # Accepted lines are drawn last, above the others.
+    lines, boxes = [], [_box(places[0], labels.nodes[0], "newest token", "currentColor", 2)]
+    for node, above in enumerate(cycle.above[1:], 1):
+        text, shade, dashes = labels.nodes[node], 0.0, "none"
+        if node == len(cycle.tokens):
+            color, width, note, dashes = BONUS, 2, "bonus token", "5 3"
+        else:
+            is_accepted, shade = node in cycle.accepted, cycle.path_probability(node)
+            color, width, mark = (ACCEPTED, 2, "✓ ") if is_accepted else (DRAFTED, 1, "")
+            text = mark + text
+            note = f"{cycle.token_probability(node):.3f}   {shade:.3f}"
+        lines.append((width, _line(places[above], places[node], color, width, dashes)))
+        boxes.append(_box(places[node], text, note, color, width, shade, dashes))
+    # The lines of what was committed are drawn last, above the others.
     drawn = [line for _, line in sorted(lines)] + boxes
     columns, rows = (1 + max(numbers) for numbers in zip(*places, strict=True))
     width, height, top = columns * _COLUMN + 2 * _MARGIN, rows * _ROW + 2 * _MARGIN, -_MARGIN
@@ -85,7 +76,7 @@ def _text(y: int, text: str) -> str:
     return f'<text x="0" y="{y}" text-anchor="start">{escape(text)}</text>'
 
 
-def _line(start: Place, stop: Place, color: str, width: int, dashes: str = "none") -> str:
+def _line(start: Place, stop: Place, color: str, width: int, dashes: str) -> str:
     """Draws a line that leaves the box at `start` to the right, turns, and enters the one at `stop`."""
     left, right = start[0] * _COLUMN + _BOX[0], stop[0] * _COLUMN
     turn = (left + right) // 2
@@ -96,7 +87,7 @@ def _line(start: Place, stop: Place, color: str, width: int, dashes: str = "none
     )
 
 
-def _box(place: Place, text: str, note: str, color: str, shade: float, width: int, dashes: str = "none") -> str:
+def _box(place: Place, text: str, note: str, color: str, width: int, shade: float = 0.0, dashes: str = "none") -> str:
     left, top = place[0] * _COLUMN, place[1] * _ROW + (_ROW - _BOX[1]) // 2
     middle = left + _BOX[0] // 2
     text = escape(shorten(text, _LONGEST)).replace(" ", "\N{NO-BREAK SPACE}")  # an SVG runs other spaces together

@@ -13,10 +13,10 @@ from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import encode_turn
-from ..measuring.modes import Runner
+from ..measuring.modes import Prompts, Runner
 from ..measuring.prompts import read_prompts
 from ..pairs import PairArguments, load_pair, own_settings, prompts_field
-from .contest import Contests, Prompts, Standing
+from .contest import Contests, Standing
 from .result import TuningResult
 from .trees import Tree, list_sizes, list_trees, list_vocabularies
 
@@ -27,18 +27,11 @@ class TuningArguments(PairArguments):
 
     prompts: str | None = prompts_field(without=" Without it, the target samples its own prompts.")
     output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
-    num_prompts: int = option("Number of prompts: two thirds choose the tree, one third times the winner.", 18)
-    max_new_tokens: int = option("Maximum number of tokens per prompt.", 64)
-    batch_sizes: list[int] = option("Numbers of rows for which to choose a tree size.", [1, 4, 8])
-    temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0)
+    num_prompts: int = option("Number of prompts: two thirds choose, one third times the winner.", 18, at_least=1)
+    max_new_tokens: int = option("Maximum number of tokens per prompt.", 64, at_least=1)
+    batch_sizes: list[int] = option("Numbers of rows for which to choose a tree size.", [1, 4, 8], at_least=1)
+    temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0, at_least=0)
     tune_vocabulary: bool = option("Also choose the tokens that may be drafted.", True)
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
-        if not 0 <= self.temperature < math.inf:
-            raise UserValueError(f"--temperature must be 0 (greedy) or a positive number, got {self.temperature}.")
 
 
 def tune(args: TuningArguments) -> TuningResult:
@@ -51,12 +44,11 @@ def tune(args: TuningArguments) -> TuningResult:
         ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
             prompts with.
     """
-    is_named = args.assistant is not None or args.pair is None
-    if args.output_dir is None and is_named and not Path(args.assistant or "").is_dir():
-        raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
     folder = Path(args.output_dir or str(args.assistant))
+    if args.output_dir is None and not folder.is_dir():
+        raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
     target, tokenizer, drafter = load_pair(args)
     if questions is None:
         prompts = _sample_prompts(target, args.num_prompts)
@@ -64,7 +56,7 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     with as_user_errors():
         folder.mkdir(parents=True, exist_ok=True)
-    own = own_settings(drafter, min(args.batch_sizes, default=1))
+    own = own_settings(drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
     tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
     trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)
@@ -99,15 +91,13 @@ def find_settings(
     is the drafter's own, which has its own settings again after each turn.
 
     Raises:
-        ValueError: There are fewer than two prompts, no batch sizes, or all texts end with their first token.
+        ValueError: There are fewer than two prompts, or all texts end with their first token.
     """
     if len(prompts) < 2:
         raise UserValueError(
             f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
             f"Give more, or raise `num_prompts`."
         )
-    if min(args.batch_sizes, default=0) < 1:
-        raise UserValueError(f"`batch_sizes` must be one or more numbers of at least 1, got {list(args.batch_sizes)}.")
     contests = Contests(runner, drafter)
     # Two thirds of the prompts are for the contests.
     num_seen = min(math.ceil(len(prompts) * 2 / 3), len(prompts) - 1)
@@ -137,6 +127,6 @@ def find_settings(
     finals = {}
     for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
         for rows, tree in chosen.items():
-            name = f"{rows} rows, {kind}"
-            finals[kind, rows] = contests.hold(name, [tree], unseen, rows, temperature, is_final=True)[tree]
+            final = contests.hold(f"{rows} rows, {kind}", [tree], unseen, rows, temperature, is_final=True)
+            finals[kind, rows] = final[tree]
     return TuningResult(trees[0], by_tree, by_vocabulary, chosen, contests.counted, finals, refused)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from ...commands import UserValueError
 from ...model.decoding_settings import NEVER_PAUSES
 from ...model.modeling_gumiho import GumihoModel
-from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ..measuring.modes import PLAIN, DecodingMode, Prompts, Runner
 from ..measuring.timing import DecodingTime
 from .trees import Tree, num_counted
 
@@ -19,7 +19,6 @@ from .trees import Tree, num_counted
 ROUNDS = (3, 6, 12)
 # Turns in which the winners are timed again.
 FINAL_TURNS = 6
-Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -79,25 +78,19 @@ class Contests:
         is_final: bool = False,
     ) -> dict[Tree, Standing]:
         """
-        Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch.
-
-        Returns:
-            All trees, the fastest first. Removed trees follow, those that were removed last before the others.
-
-        Raises:
-            ValueError: All texts end with their first token.
+        Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch. Returns all trees, the
+        fastest first. Removed trees follow, those that were removed last before the others.
         """
         ranked = list(dict.fromkeys(trees))
-        ends = (FINAL_TURNS,) if is_final else ROUNDS
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
+        ends = (FINAL_TURNS,) if is_final else ROUNDS
         sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
-        rounds = zip([0, *ends], ends, sizes, strict=False)
         # After the first round, a single tree ends the contest.
-        played = [(begin, end, size) for begin, end, size in rounds if size > 1 or begin == 0]
-        num_batches = sum((end - begin) * (1 + size) for begin, end, size in played)
+        rounds = [played for played in zip([0, *ends], ends, sizes, strict=False) if played[0] == 0 or played[2] > 1]
+        num_batches = sum((end - begin) * (1 + size) for begin, end, size in rounds)
         with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
-            for begin, end, size in played:
-                competing, left = ranked[:size], ranked[size:]
+            for begin, end, size in rounds:
+                competing = ranked[:size]
                 modes = [PLAIN, *(self._mode(tree, is_final) for tree in competing)]
                 for turn in range(begin, end):
                     # After the last prompt follows the first one.
@@ -107,8 +100,7 @@ class Contests:
                     for tree, taken in zip(competing, drafted, strict=True):
                         pairs[tree].append((taken, plain))
                     bar.update(1 + size)
-                speeds = {tree: compare(pairs[tree]).speedup for tree in competing}
-                ranked = sorted(competing, key=speeds.__getitem__, reverse=True) + left
+                ranked[:size] = sorted(competing, key=lambda tree: compare(pairs[tree]).speedup, reverse=True)
         return {tree: compare(pairs[tree]) for tree in ranked}
 
     def count(self, prompts: Prompts) -> None:

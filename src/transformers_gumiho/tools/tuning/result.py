@@ -1,6 +1,6 @@
 """The result of tuning, and its text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,23 @@ class TuningResult:
 def describe(result: TuningResult) -> str:
     """Returns the text that `gumiho tune` prints for a `result`."""
     vocabularies = {"all": "all tokens", "own": "the drafter's", "counted": f"{len(result.counted)} counted"}
-    lines = ["drafted  branching  depth  temperature    tau  cycle  speed-up  turns"]
-    lines += [_tree_row(tree, standing, result.own) for tree, standing in result.trees.items()]
+    trees = []
+    for tree, standing in result.trees.items():
+        shape = tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth
+        given = tree.draft_temperature
+        temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
+        remark = "(the drafter's own)" if tree == result.own else ""
+        trees.append((*shape, temperature, *_numbers(standing), remark))
+    lines = _table(("drafted", "branching", "depth", "temperature", *_NUMBERS, ""), trees)
     if result.vocabularies:
-        lines += ["", "draft vocabulary    tau  cycle  speed-up  turns"]
-    lines += [f"{vocabularies[tree.vocabulary]:>16}  {_numbers(won)}" for tree, won in result.vocabularies.items()]
+        won = [(vocabularies[tree.vocabulary], *_numbers(standing)) for tree, standing in result.vocabularies.items()]
+        lines += ["", *_table(("draft vocabulary", *_NUMBERS), won)]
+    finals = [
+        (rows, kind, result.chosen[rows].num_assistant_tokens, *_numbers(standing))
+        for (kind, rows), standing in result.finals.items()
+    ]
     lines += ["", "the fastest, on prompts that were not in the contests, without prompt lookup"]
-    lines += ["rows  decoding  drafted    tau  cycle  speed-up  turns"]
-    for (kind, rows), standing in result.finals.items():
-        size = result.chosen[rows].num_assistant_tokens
-        lines.append(f"{rows:4d}  {kind:<8}  {size:7d}  {_numbers(standing)}")
+    lines += _table(("rows", "decoding", "drafted", *_NUMBERS), finals)
     lines += ["", "tau: tokens per cycle; cycle: in steps of plain decoding; speed-up: tau / cycle"]
     lines += [f"not tuned for {rows} rows: {reason}" for rows, reason in result.refused.items()]
     for kind, rows in result.losing:
@@ -69,15 +76,15 @@ def describe(result: TuningResult) -> str:
     return "\n".join(lines + ["Leave `assistant_model` out in these cases."] * bool(result.losing))
 
 
-def _tree_row(tree: Tree, standing: Standing, own: Tree) -> str:
-    given = tree.draft_temperature
-    temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
-    remark = "  (the drafter's own)" if tree == own else ""
-    return (
-        f"{tree.num_assistant_tokens:7d}  {tree.branching_factor:9d}  {tree.tree_depth:5d}  {temperature:>11}  "
-        f"{_numbers(standing)}{remark}"
-    )
+_NUMBERS = ("tau", "cycle", "speed-up", "turns")
 
 
-def _numbers(standing: Standing) -> str:
-    return f"{standing.tau:5.2f}  {standing.break_even:5.2f}  {standing.speedup:8.2f}  {standing.num_turns:5d}"
+def _numbers(standing: Standing) -> tuple[str, str, str, int]:
+    return f"{standing.tau:.2f}", f"{standing.break_even:.2f}", f"{standing.speedup:.2f}", standing.num_turns
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Returns the lines of a table whose columns end at the same place."""
+    cells = [header, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -19,21 +19,22 @@ _DRAFTS = '<span class="gumiho-drafts" style="background:rgba(34,197,94,0.28);bo
 
 def answer_html(answer: Answer) -> str:
     """Returns an answer so far: its counters, and its text with the accepted drafts colored."""
-    counters = [f"<span>{answer.progress.capitalize()}</span>"]
+    counters = [answer.progress.capitalize()]
     if answer.tokens:
         counters += [
-            f'<span><b class="gumiho-speed">{answer.speed:.1f}</b> tokens/s</span>',
-            f'<span><b class="gumiho-tokens">{len(answer.tokens)}</b> tokens</span>',
-            f'<span><b class="gumiho-seconds">{answer.seconds:.1f}</b> s</span>',
+            f'<b class="gumiho-speed">{answer.speed:.1f}</b> tokens/s',
+            f'<b class="gumiho-tokens">{len(answer.tokens)}</b> tokens',
+            f'<b class="gumiho-seconds">{answer.seconds:.1f}</b> s',
         ]
     if (tau := answer.tau) is not None:
-        counters.append(f'<span>tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles</span>')
+        counters.append(f'tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles')
     parts = []
     for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
         text = escape("".join(piece for piece, _ in pieces))
         parts.append(_DRAFTS.format(text) if is_draft else text)
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
-    return _COUNTERS.format("".join(counters)) + _TEXT.format("".join(parts)) + problem
+    shown = "".join(f"<span>{counter}</span>" for counter in counters)
+    return _COUNTERS.format(shown) + _TEXT.format("".join(parts)) + problem
 
 
 def verdict_html(race: Race) -> str:
@@ -42,6 +43,7 @@ def verdict_html(race: Race) -> str:
     # Read before the tokens are compared: an answer that is done by now has all of its tokens.
     are_done, is_over = plain.progress == drafted.progress == "done", race.is_over
     num_common = min(len(plain.tokens), len(drafted.tokens))
+    kind, text = "running", f"The first {num_common} tokens are the same." if num_common else ""
     if "failed" in (plain.progress, drafted.progress):
         kind, text = "failed", "The answers cannot be compared."
     elif (difference := first_difference(drafted, plain)) is not None:
@@ -53,9 +55,7 @@ def verdict_html(race: Race) -> str:
         speed_up = f"Speed-up {drafted.speed / plain.speed:.2f}x."
         kind, text = "equal", f"✓ Both answers are the same, token for token. {speed_up}"
     elif is_over:
-        kind, text = "stopped", f"Stopped. The first {num_common} tokens are the same."
-    else:
-        kind, text = "running", f"The first {num_common} tokens are the same." if num_common else ""
+        kind, text = "stopped", f"Stopped. {text}"
     return f'<p class="gumiho-verdict" data-verdict="{kind}">{text}</p>'
 
 

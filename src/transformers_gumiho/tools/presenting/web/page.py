@@ -19,18 +19,14 @@ from .race import Host, Race
 # Seconds between two pictures of an answer: often enough to read along, seldom enough to cost nothing.
 _INTERVAL = 0.2
 _LONGEST_QUEUE = 64
-# The settings of a question, in the order of their components.
-_SETTINGS = (
-    "max_new_tokens", "temperature", "seed", "num_assistant_tokens", "branching_factor", "prompt_lookup_num_tokens",
-)  # fmt: skip
 _CHATS = ["Why is the sky blue?", "Write a short poem about a fox with nine tails.", "What is 17 times 23?"]
 _TEXTS = ["def __init__(self, ", "def read(self):", "import os\n\nclass "]
 _INTRODUCTION = """\
 # Gumiho beside plain decoding
 
-{} answers your question twice, at the same time: as plain `generate()` does, and with {}. What was drafted and the \
-target accepted is <span style="background:rgba(34,197,94,0.28)">green</span>. Both share the processor, a cycle or \
-token each in turn. Each clock runs only while its own answer is generated."""
+The target `{}` answers your question twice, at the same time: as plain `generate()` does, and with a drafter. \
+Accepted drafts are <span style="background:rgba(34,197,94,0.28)">green</span>. Both answers share the processor, a \
+cycle or token each in turn. Each clock runs only while its own answer is generated."""
 
 
 class Page(gr.Blocks):
@@ -44,17 +40,35 @@ class Page(gr.Blocks):
     ):
         super().__init__(title="Gumiho beside plain decoding", analytics_enabled=False)
         self.host = Host(target, tokenizer, drafter, args)
-        names = f"`{_name(target)}`", f"the drafter `{_name(drafter)}`"
-        if args.target is None and args.assistant is None:
-            names = f"The target of the pair `{args.pair}`", "the pair's drafter"
         with self:
-            self._lay_out(_INTRODUCTION.format(*names))
+            # Visitors need not see the folders around a target.
+            gr.Markdown(_INTRODUCTION.format(Path(args.target or args.pair or "").name))
+            question = gr.Textbox(label="Your question", lines=2, elem_id="question")
+            with gr.Row():
+                ask = gr.Button("Ask", variant="primary", elem_id="ask")
+                stop = gr.Button("Stop", variant="stop", elem_id="stop")
+            gr.Examples(_CHATS if tokenizer.chat_template else _TEXTS, question)
+            with gr.Accordion("Length, sampling and draft tree", open=False), gr.Row():
+                self._settings = self._list_settings(args.max_new_tokens)
+            session, verdict, answers = gr.State(None), gr.HTML(elem_id="verdict"), []
+            with gr.Row():
+                for name, heading in (("plain", "Plain decoding"), ("drafted", "With Gumiho")):
+                    with gr.Column():
+                        gr.Markdown(f"### {heading}")
+                        answers.append(gr.HTML(container=True, padding=True, elem_id=name))
+            gr.Markdown("### The newest draft tree")
+            outputs = [session, *answers, verdict, gr.HTML(elem_id="tree")]
+            gr.on(
+                [ask.click, question.submit], self.ask, [question, *self._settings.values()], outputs,
+                concurrency_limit=args.max_visitors, show_progress="hidden",
+            )  # fmt: skip
+            stop.click(lambda wish_to_stop: wish_to_stop and wish_to_stop.set(), session, None, queue=False)
         self.queue(max_size=_LONGEST_QUEUE)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
         # A field may be empty.
-        given = {name: value for name, value in zip(_SETTINGS, settings, strict=True) if value is not None}
+        given = {name: value for name, value in zip(self._settings, settings, strict=True) if value is not None}
         try:
             race = Race(self.host, GenerateArguments(prompt=text, **given))
         except UserError as error:
@@ -79,46 +93,18 @@ class Page(gr.Blocks):
         self.host.end_turn()
         super().close(verbose)
 
-    def _lay_out(self, introduction: str) -> None:
-        session = gr.State(None)
-        gr.Markdown(introduction)
-        question = gr.Textbox(label="Your question", lines=2, elem_id="question")
-        with gr.Row():
-            ask = gr.Button("Ask", variant="primary", elem_id="ask")
-            stop = gr.Button("Stop", variant="stop", elem_id="stop")
-        gr.Examples(_CHATS if self.host.tokenizer.chat_template else _TEXTS, question)
-        with gr.Accordion("Length, sampling and draft tree", open=False), gr.Row():
-            settings = self._settings()
-        verdict = gr.HTML(elem_id="verdict")
-        answers = []
-        with gr.Row():
-            for name, heading in (("plain", "Plain decoding"), ("drafted", "With Gumiho")):
-                with gr.Column():
-                    gr.Markdown(f"### {heading}")
-                    answers.append(gr.HTML(container=True, padding=True, elem_id=name))
-        gr.Markdown("### The newest draft tree")
-        outputs = [session, *answers, verdict, gr.HTML(elem_id="tree")]
-        gr.on(
-            [ask.click, question.submit], self.ask, [question, *settings], outputs,
-            concurrency_limit=self.host.limits.max_visitors, show_progress="hidden",
-        )  # fmt: skip
-        stop.click(lambda wish_to_stop: wish_to_stop and wish_to_stop.set(), session, None, queue=False)
-
-    def _settings(self) -> list[gr.components.Component]:
-        """Returns the components of `_SETTINGS`. Gradio refuses what is out of their range, whoever sends it."""
-        most, own = self.host.limits.max_new_tokens, own_settings(self.host.drafter)
+    def _list_settings(self, most: int) -> dict[str, gr.components.Component]:
+        """Returns the component of each setting. Gradio refuses what is out of their range, whoever sends it."""
+        own = own_settings(self.host.drafter)
         nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
         whole: dict[str, Any] = {"step": 1, "precision": 0}
-        return [
-            gr.Slider(1, most, min(128, most), label="New tokens", elem_id="max_new_tokens", **whole),
-            gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
-            gr.Number(0, minimum=0, maximum=2**31 - 1, precision=0, label="Seed", info="Of both answers."),
-            gr.Slider(1, 127, nodes, label="Nodes in the tree", info="Drafted per cycle.", **whole),
-            gr.Slider(1, 32, width, label="Branching factor", info="1 is a chain.", **whole),
-            gr.Slider(0, 64, lookup, label="Prompt-lookup drafts", info="Maximum; 0 for none.", **whole),
-        ]
-
-
-def _name(model: PreTrainedModel) -> str:
-    """Returns a model's name without the folders around it, which visitors need not see."""
-    return Path(model.name_or_path).name or type(model).__name__
+        return {
+            "max_new_tokens": gr.Slider(
+                1, most, min(128, most), label="New tokens", elem_id="max_new_tokens", **whole
+            ),
+            "temperature": gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy."),
+            "seed": gr.Number(0, label="Seed", info="Of both answers.", minimum=0, maximum=2**31 - 1, precision=0),
+            "num_assistant_tokens": gr.Slider(1, 127, nodes, label="Nodes in the tree", **whole),
+            "branching_factor": gr.Slider(1, 32, width, label="Branching factor", info="1 is a chain.", **whole),
+            "prompt_lookup_num_tokens": gr.Slider(0, 64, lookup, label="Prompt-lookup drafts", **whole),
+        }

@@ -59,9 +59,9 @@ class Host:
             self.begin_turn()
         return time.perf_counter() - begin
 
-    def encode(self, question: GenerateArguments) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
-        text, most = question.prompt or "", self.limits.max_question_tokens
+        most = self.limits.max_question_tokens
         longest = _CHARACTERS_PER_TOKEN * most
         limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
@@ -71,12 +71,6 @@ class Host:
         prompt = encode_turn(self.tokenizer, [text], [])
         if len(prompt) > most:
             raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
-        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if positions is not None and len(prompt) + question.max_new_tokens > positions:
-            raise UserValueError(
-                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
-                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
-            )
         return prompt
 
 
@@ -96,7 +90,7 @@ class Race:
         drafter = copy.copy(host.drafter)
         drafter.generation_config = copy.deepcopy(host.drafter.generation_config)
         use_options(drafter, question)
-        self.prompt = host.encode(question)
+        self.prompt = host.encode(question.prompt or "")
         self.wish_to_stop = threading.Event()
         pairs = (self.drafted, drafter), (self.plain, None)
         self._threads = [threading.Thread(target=self._run, args=pair, daemon=True) for pair in pairs]
@@ -129,24 +123,18 @@ class Race:
         try:
             check_wish_to_stop()  # it waited for its first turn
             torch.manual_seed(question.seed)
+            answer.on_step = take_turns
             stream_answer(
                 host.target, host.tokenizer, drafter, self.prompt, answer, max_new_tokens=question.max_new_tokens,
-                temperature=question.temperature, on_step=take_turns,
+                temperature=question.temperature,
             )  # fmt: skip
         except KeyboardInterrupt:
             answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
-            answer.problem = _explain(error)
+            answer.problem = str(error)
+            if not isinstance(error, ValueError):  # others may say what is private
+                answer.problem = f"The answer failed ({type(error).__name__}). The server's log has the details."
+                logger.error("An answer failed.", exc_info=error)
             answer.progress = "failed"
         finally:
             host.end_turn()
-
-
-def _explain(error: Exception) -> str:
-    """Returns what a visitor may read of an error; the log has all of it, which may be private."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
-        return "Not enough memory for this answer. Choose fewer new tokens or a smaller tree, or try later."
-    if isinstance(error, ValueError):
-        return str(error)
-    logger.error("An answer failed.", exc_info=error)
-    return f"The answer failed ({type(error).__name__}). The server's log has the details."
