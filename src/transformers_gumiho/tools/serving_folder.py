@@ -69,8 +69,8 @@ def write_served_target(args: AttachArguments) -> str:
     with as_user_errors():
         if args.record is not None:
             AutoTokenizer.from_pretrained(source)  # which a recording needs
+        (folder / _CODE).mkdir(parents=True)  # before the folder gets the target's mode, which may be read-only
         shutil.copytree(source, folder, ignore=_left_out, copy_function=copy, dirs_exist_ok=True)
-        (folder / _CODE).mkdir()
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")

@@ -159,9 +159,9 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
         tokens_per_second=(float(lower), float(median), float(upper)),
         with_plain=_compare(samples, groups[PLAIN.name]),
         against={name: _compare(samples, groups[name]) for name in baselines if name in groups and not is_baseline},
-        tau_micro=acceptance and acceptance.tau_micro,
-        tau_macro=acceptance and acceptance.tau_macro,
-        acceptance_per_position=acceptance and acceptance.acceptance_per_position,
+        tau_micro=acceptance.tau_micro if acceptance else None,
+        tau_macro=acceptance.tau_macro if acceptance else None,
+        acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
         shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
         repeat_spread=float(np.quantile([slow / fast for fast, slow in runs], 0.75)) if runs else None,
     )

@@ -75,9 +75,11 @@ def time_decoding(
         stage_timer(*accelerators_of(target, *drafters), stages=stages and bool(drafters)) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
-    length, ends = inputs["input_ids"].shape[1], target.generation_config.eos_token_id
-    num_tokens, end = output.sequences.shape[1] - length - 1, timer.end
+    length = inputs["input_ids"].shape[1]
+    ends = target.generation_config.eos_token_id
+    num_tokens = output.sequences.shape[1] - length - 1
     num_passes = timer.num_cycles if drafters else num_tokens
+    end = timer.end
     if timer.end_of_drafts is not None and num_passes > 1:
         num_tokens, num_passes, end = num_tokens - 1, num_passes - 1, timer.end_of_drafts
     return DecodingTime(
@@ -127,7 +129,8 @@ class StageTimer(GenerationObserver):
         self._devices, self._with_stages = devices, with_stages
         self._seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
-        self.num_cycles, self.prompt_end = 0, 0.0
+        self.num_cycles = 0
+        self.prompt_end = 0.0
         self.end_of_drafts: float | None = None
         self.start = self.end = self._first_cycle = self.now()
 

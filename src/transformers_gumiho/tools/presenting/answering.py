@@ -39,7 +39,7 @@ class Answer(BaseStreamer):
     waited: float = 0.0
     progress: Literal["queued", "generating", "done", "stopped", "failed"] = "queued"
     problem: str | None = None
-    on_step: Callable[[], None] = lambda: None
+    on_step: Callable[[], None] = field(default_factory=lambda: lambda: None)
 
     @property
     def tau(self) -> float | None:
@@ -57,7 +57,7 @@ class Answer(BaseStreamer):
         return self.tokens[: 1 + sum(len(cycle.committed) for cycle in self.cycles[:index])]
 
     def begin(self, tokenizer: PreTrainedTokenizerBase, has_cycles: bool) -> None:
-        """Begins the clock. Where tokens come in cycles (`has_cycles`), each ends with [`end_cycle`]."""
+        """Begins the clock; `tokenizer` decodes. Tokens that come in cycles (`has_cycles`) end with `end_cycle`."""
         self._tokenizer, self._has_cycles, self._start = tokenizer, has_cycles, time.perf_counter()
         self._num_written = 0
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
