@@ -1,7 +1,7 @@
 """Prompts: questions of one or several turns, in categories."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,15 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
 
 
 def _read_questions(name: str) -> Iterator[Question]:
+    rows: Iterable[Mapping[str, Any]]
     if name.endswith(".jsonl"):  # without `datasets`; `splitlines` would split at U+2028, which JSON may hold
         rows = [{JSON_LINE: line} for line in read_text(name).split("\n")]
     else:
         rows = load_conversations(name, split=None)
     index = 0
     for number, row in enumerate(rows, 1):
-        if row.get(JSON_LINE, name).strip():
+        is_blank = JSON_LINE in row and not row[JSON_LINE].strip()
+        if not is_blank:
             yield _read_question(row, index, f"Row {number} of {name!r}")
             index += 1
 
