@@ -71,7 +71,7 @@ def time_decoding(
     if not drafters:
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
     with (
-        temporary_settings(assistant, settings or {}) if drafters else nullcontext(),
+        temporary_settings(drafters[0], settings or {}) if drafters else nullcontext(),
         stage_timer(*accelerators_of(target, *drafters), stages=stages and bool(drafters)) as timer,
     ):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
@@ -95,8 +95,8 @@ def time_decoding(
 
 def _up_to_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
     """Returns the tokens up to the first one that ends a text. What follows it is padding."""
-    ends = ends if isinstance(ends, list) else [ends]
-    return tokens[: next((index for index, token in enumerate(tokens, 1) if token in ends), len(tokens))]
+    last = ends if isinstance(ends, list) else [ends]
+    return tokens[: next((index for index, token in enumerate(tokens, 1) if token in last), len(tokens))]
 
 
 def synchronize(*devices: torch.device) -> None:
