@@ -60,6 +60,11 @@ def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: Pair) -> N
     other = make_drafter(target, seed=1, num_assistant_tokens=1)
     assert decode(target, assistant_model=other)[0] > num_drafted
     assert decode(target)[0] == num_drafted
+    detach(target)
+    assert decode(target)[0] == num_plain
+    with attached(target, drafter):
+        assert decode(target)[0] == num_drafted
+    assert decode(target)[0] == num_plain
 
 
 def test_functions_take_a_drafter_or_its_name(pair: Pair, tmp_path: Path) -> None:
