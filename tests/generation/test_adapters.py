@@ -8,9 +8,10 @@ import peft
 import pytest
 import torch
 from packaging.version import Version
-from peft import LoraConfig, PrefixTuningConfig, PromptLearningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from refusals import refuses
-from targets import make_drafter, make_prompts, make_target
+from targets import Pair, equals_plain, make_drafter, make_prompts, make_target
+from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from transformers_gumiho import GumihoModel
@@ -23,37 +24,42 @@ def lora(**settings: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
 
 
-def equals_plain(target: torch.nn.Module, drafter: GumihoModel) -> torch.Tensor:
-    """Asserts that drafted texts, greedy and sampled, equal plain ones; returns the greedy one."""
-    for lengths, do_sample in (([6], True), ([6, 4], False)):
-        texts = []
-        for assistant in ({}, {"assistant_model": drafter}):
-            torch.manual_seed(0)
-            prompts = make_prompts(lengths)
-            texts.append(target.generate(**prompts, max_new_tokens=24, do_sample=do_sample, **assistant))
-        assert torch.equal(*texts)
-    return texts[0]
-
-
-def test_peft_model_in_all_its_states() -> None:
+@pytest.fixture
+def pair() -> Pair:
     target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=31)
-    base = equals_plain(target, drafter)
+    return target, make_drafter(target, num_assistant_tokens=31)
+
+
+def with_two_adapters(target: PreTrainedModel) -> PeftModel:
+    """Puts the adapters "first" and "second" into a target."""
     torch.manual_seed(1)
     adapted = get_peft_model(target, lora(), adapter_name="first").eval()
     adapted.add_adapter("second", lora())
+    return adapted
+
+
+def text_of(target: torch.nn.Module, drafter: GumihoModel) -> torch.Tensor:
+    """Asserts that drafted texts, sampled and greedy, equal plain ones; returns the greedy one."""
+    equals_plain(target, drafter, lengths=[6], max_new_tokens=24, do_sample=True)
+    return equals_plain(target, drafter, lengths=[6, 4], max_new_tokens=24).sequences
+
+
+def test_peft_model_in_all_its_states(pair: Pair) -> None:
+    target, drafter = pair
+    base = text_of(target, drafter)
+    adapted = with_two_adapters(target)
     texts = {}
     for name in ("first", "second", "first"):
         adapted.set_adapter(name)
-        text = equals_plain(adapted, drafter)
+        text = text_of(adapted, drafter)
         assert torch.equal(text, texts.setdefault(name, text))
         with adapted.disable_adapter():
-            assert torch.equal(equals_plain(adapted, drafter), base)
+            assert torch.equal(text_of(adapted, drafter), base)
     adapted.merge_adapter(["second"])
-    assert torch.equal(equals_plain(adapted, drafter), texts["second"])
+    assert torch.equal(text_of(adapted, drafter), texts["second"])
     adapted.unmerge_adapter()
-    assert torch.equal(equals_plain(adapted, drafter), texts["first"])
-    assert torch.equal(equals_plain(adapted.merge_and_unload(adapter_names=["second"]), drafter), texts["second"])
+    assert torch.equal(text_of(adapted, drafter), texts["first"])
+    assert torch.equal(text_of(adapted.merge_and_unload(adapter_names=["second"]), drafter), texts["second"])
     assert len({tuple(text.flatten().tolist()) for text in (base, texts["first"], texts["second"])}) == 3
 
 
@@ -61,12 +67,11 @@ def test_peft_model_in_all_its_states() -> None:
     Version(peft.__version__) < Version(MIN_PEFT_VERSION),
     reason=f"this transformers needs peft {MIN_PEFT_VERSION} for adapters of its own",
 )
-def test_adapters_of_the_model_itself() -> None:
+def test_adapters_of_the_model_itself(pair: Pair) -> None:
     """As `model.load_adapter` leaves them: the target is no `PeftModel`, but its layers hold adapters."""
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=31)
+    target, drafter = pair
+    texts = {"base": text_of(target, drafter)}
     torch.manual_seed(1)
-    texts = {"base": equals_plain(target, drafter)}
     target.add_adapter(lora(), adapter_name="first")
     target.add_adapter(lora(), adapter_name="second")
     states: dict[str, Callable[[], None]] = {
@@ -78,18 +83,15 @@ def test_adapters_of_the_model_itself() -> None:
     }
     for name, switch in states.items():
         switch()
-        text = equals_plain(target, drafter)
+        text = text_of(target, drafter)
         assert torch.equal(text, texts.setdefault(name.removesuffix(" again"), text))
     assert len({tuple(text.flatten().tolist()) for text in texts.values()}) == 4
 
 
-def test_an_adapter_switched_while_a_text_goes_on() -> None:
+def test_an_adapter_switched_while_a_text_goes_on(pair: Pair) -> None:
     """A following call goes on from the returned cache under another adapter, as a plain one does."""
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=31)
-    torch.manual_seed(1)
-    adapted = get_peft_model(target, lora(), adapter_name="first").eval()
-    adapted.add_adapter("second", lora())
+    target, drafter = pair
+    adapted = with_two_adapters(target)
     texts = []
     for assistant in ({}, {"assistant_model": drafter}):
         ids, cache = make_prompts([6])["input_ids"], None
@@ -105,36 +107,32 @@ def test_an_adapter_switched_while_a_text_goes_on() -> None:
     assert torch.equal(*texts)
 
 
-def test_one_adapter_for_each_row() -> None:
+def test_one_adapter_for_each_row(pair: Pair) -> None:
     """`adapter_names` gives the rows of a batch adapters of their own."""
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=31)
-    torch.manual_seed(1)
-    adapted = get_peft_model(target, lora(), adapter_name="first").eval()
-    adapted.add_adapter("second", lora())
-    settings = {"max_new_tokens": 24, "do_sample": False, "adapter_names": ["first", "second", "__base__"]}
-    plain = adapted.generate(**make_prompts([6, 6, 6]), **settings)
-    assert len({tuple(row.tolist()) for row in plain[:, 6:]}) == 3
-    assert torch.equal(adapted.generate(**make_prompts([6, 6, 6]), **settings, assistant_model=drafter), plain)
+    target, drafter = pair
+    settings = {**make_prompts([6, 6, 6]), "adapter_names": ["first", "second", "__base__"]}
+    text = equals_plain(with_two_adapters(target), drafter, **settings, max_new_tokens=24).sequences
+    assert len({tuple(row.tolist()) for row in text[:, 6:]}) == 3
 
 
-def test_activated_lora_is_refused() -> None:
-    """It acts on the newest tokens of each pass, of which passes over drafts have more."""
-    target, invocation = make_target(), make_prompts([6])["input_ids"][0, 3:5].tolist()
-    drafter = make_drafter(target, num_assistant_tokens=15)
-    base = equals_plain(target, drafter)
-    adapted = get_peft_model(target, lora(alora_invocation_tokens=invocation)).eval()
-    refuses(adapted, "is an activated LoRA", drafter, **make_prompts([6]))
+VIRTUAL_TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("make_adapter", "message"),
+    [
+        # It acts on the newest tokens of each pass, of which passes over drafts have more.
+        (lambda prompt: lora(alora_invocation_tokens=prompt[3:5]), "is an activated LoRA"),
+        (lambda _: PromptTuningConfig(**VIRTUAL_TOKENS), "PromptTuningConfig puts virtual tokens before the prompt"),
+        (lambda _: PrefixTuningConfig(**VIRTUAL_TOKENS), "PrefixTuningConfig puts virtual tokens before the prompt"),
+    ],
+    ids=["activated LoRA", "prompt tuning", "prefix tuning"],
+)
+def test_adapters_that_are_refused(make_adapter: Callable[..., PeftConfig], message: str, pair: Pair) -> None:
+    target, drafter = pair
+    prompt = make_prompts([6])
+    base = text_of(target, drafter)
+    adapted = get_peft_model(target, make_adapter(prompt["input_ids"][0].tolist())).eval()
+    refuses(adapted, message, drafter, **prompt)
     with adapted.disable_adapter():
-        assert torch.equal(equals_plain(adapted, drafter), base)
-
-
-@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_are_refused(config: type[PromptLearningConfig]) -> None:
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=15)
-    base = equals_plain(target, drafter)
-    adapted = get_peft_model(target, config(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    refuses(adapted, f"{config.__name__} puts virtual tokens before the prompt", drafter)
-    with adapted.disable_adapter():
-        assert torch.equal(equals_plain(adapted, drafter), base)
+        assert torch.equal(text_of(adapted, drafter), base)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from commands import gumiho, refuse
-from targets import make_drafter, make_prompts, make_target, passes_of
+from demo_pair import FOLDER, load_drafter
+from streamers import Recorder
+from targets import Pair, make_drafter, make_prompts, make_target, passes_of
 from torch import nn
-from training_data import DEMO_TARGET
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -28,7 +29,6 @@ from transformers import (
     StaticCache,
 )
 from transformers.generation import GenerationMixin
-from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel, attach, attached, detach
 from transformers_gumiho.generation.attach import attached_drafter
@@ -40,7 +40,7 @@ SETTINGS = {"max_new_tokens": 24, "do_sample": False}
 
 
 @pytest.fixture
-def pair() -> tuple[PreTrainedModel, GumihoModel]:
+def pair() -> Pair:
     target = make_target()
     return target, make_drafter(target)
 
@@ -50,7 +50,7 @@ def decode(target: PreTrainedModel, **settings: Any) -> tuple[int, torch.Tensor]
     return passes_of(target, lambda: target.generate(**PROMPT, **SETTINGS | settings))
 
 
-def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
     attach(target, drafter)
@@ -67,7 +67,7 @@ def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: tuple[PreT
     assert decode(target)[0] == num_plain
 
 
-def test_functions_take_a_drafter_or_its_name(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+def test_functions_take_a_drafter_or_its_name(pair: Pair, tmp_path: Path) -> None:
     target, drafter = pair
     drafter.save_pretrained(tmp_path)
     num_plain, plain = decode(target)
@@ -87,7 +87,7 @@ def test_functions_take_a_drafter_or_its_name(pair: tuple[PreTrainedModel, Gumih
         attach(target, make_target())
 
 
-def test_copies_and_files_do_not_see_the_drafter(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+def test_copies_and_files_do_not_see_the_drafter(pair: Pair, tmp_path: Path) -> None:
     target, drafter = pair
     names = set(target.state_dict())
     attach(target, drafter)
@@ -132,7 +132,7 @@ def test_a_target_and_its_drafters_are_freed_with_the_last_reference(tmp_path: P
         generate()
 
 
-def test_only_the_attached_model_itself_changes(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_only_the_attached_model_itself_changes(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
     signature, of_class = inspect.signature(target.generate), type(target).generate
@@ -147,7 +147,7 @@ def test_only_the_attached_model_itself_changes(pair: tuple[PreTrainedModel, Gum
     assert "generate" not in vars(target)
 
 
-def test_detaching_restores_a_generate_that_was_there(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_detaching_restores_a_generate_that_was_there(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
     seen: list[bool] = []
@@ -186,7 +186,7 @@ class OtherArguments(LlamaForCausalLM):
         return super().generate(input_ids, **kwargs)
 
 
-def test_a_generate_of_the_class_is_used_or_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_a_generate_of_the_class_is_used_or_refused(pair: Pair) -> None:
     drafter = pair[1]
     refused, target = (kind(pair[0].config).double().eval() for kind in (TakesNoAssistant, OtherArguments))
     with pytest.raises(ValueError, match="of this TakesNoAssistant takes no `assistant_model`"):
@@ -202,7 +202,7 @@ def test_a_generate_of_the_class_is_used_or_refused(pair: tuple[PreTrainedModel,
     assert num_passes == 24
 
 
-def test_arguments_may_have_any_names(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_arguments_may_have_any_names(pair: Pair) -> None:
     """transformers says which ones it does not know."""
     target, drafter = pair
     for is_attached in (False, True):
@@ -213,7 +213,7 @@ def test_arguments_may_have_any_names(pair: tuple[PreTrainedModel, GumihoModel])
             attach(target, drafter)
 
 
-def test_other_ways_to_decode_are_left_alone(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_other_ways_to_decode_are_left_alone(pair: Pair) -> None:
     target, drafter = pair
     ids = PROMPT["input_ids"]
     # Otherwise it takes most of the free memory.
@@ -228,17 +228,6 @@ def test_other_ways_to_decode_are_left_alone(pair: tuple[PreTrainedModel, Gumiho
     attach(target, drafter)
     assert torch.equal(target.generate(ids, **paged), expected)
     assert target.generate(**PROMPT, **SETTINGS, custom_generate=own_loop) == (target, None)
-
-
-class Seen(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
 
 
 class Calls(LogitsProcessor):
@@ -278,16 +267,16 @@ def test_what_cannot_be_drafted_decodes_plainly_with_one_warning(
 
 
 def test_a_reason_in_the_inputs_runs_streamers_and_processors_once(
-    pair: tuple[PreTrainedModel, GumihoModel], caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A cache of the caller's that cannot hold drafts is only seen after `generate()` has begun."""
     target, drafter = pair
 
-    def generate() -> tuple[list[int], list[int], torch.Tensor]:
-        streamer, processor = Seen(), Calls()
+    def generate() -> tuple[list[list[int]], list[int], torch.Tensor]:
+        streamer, processor = Recorder(), Calls()
         cache = StaticCache(config=target.config, max_cache_len=64)
         given = {"streamer": streamer, "logits_processor": [processor], CACHE_NAME: cache}
-        return streamer.tokens, processor.lengths, target.generate(**PROMPT, **SETTINGS, **given)
+        return streamer.values, processor.lengths, target.generate(**PROMPT, **SETTINGS, **given)
 
     expected = generate()
     attach(target, drafter)
@@ -315,7 +304,7 @@ def test_a_rope_switch_in_reach_decodes_plainly(caplog: pytest.LogCaptureFixture
     assert decode(target, max_new_tokens=10)[0] < 10
 
 
-def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: Pair) -> None:
     target, drafter = pair
     attach(target, drafter)
     refused: list[str] = []
@@ -333,7 +322,7 @@ def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: tuple[Pr
     assert num_passes < 24
 
 
-def test_wrapped_models_are_the_models_inside(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_wrapped_models_are_the_models_inside(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
     for wrapped in (torch.compile(drafter, backend="eager"), nn.DataParallel(drafter)):
@@ -371,7 +360,7 @@ class LosesCache(LlamaForCausalLM):
         return super().forward(input_ids, position_ids=position_ids, **kwargs)
 
 
-def test_what_only_a_pass_can_say_is_said_when_attaching(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_what_only_a_pass_can_say_is_said_when_attaching(pair: Pair) -> None:
     target, drafter = pair
     with pytest.raises(ValueError, match="added nothing to the cache"):
         attach(LosesCache(target.config).double().eval(), drafter)
@@ -380,20 +369,18 @@ def test_what_only_a_pass_can_say_is_said_when_attaching(pair: tuple[PreTrainedM
     assert decode(as_it_is)[0] < 24
 
 
-def test_a_drafter_is_attached_only_to_its_target(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_a_drafter_is_attached_only_to_its_target(pair: Pair) -> None:
     with pytest.raises(ValueError, match="has a vocabulary of 8, but LlamaForCausalLM has one of 12"):
         attach(make_target(vocab_size=12), pair[1])
 
 
-def test_settings_that_are_other_ways_of_decoding_are_refused(pair: tuple[PreTrainedModel, GumihoModel]) -> None:
+def test_settings_that_are_other_ways_of_decoding_are_refused(pair: Pair) -> None:
     target, drafter = pair
     with pytest.raises(ValueError, match="`dola_layers='high'` is another way of decoding"):
         target.generate(**PROMPT, **SETTINGS, dola_layers="high", assistant_model=drafter, trust_remote_code=True)
 
 
-def test_an_assistant_may_be_named(
-    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_assistant_may_be_named(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair
     drafter.save_pretrained(tmp_path / "gumiho")
     num_plain, plain = decode(target)
@@ -409,9 +396,7 @@ def test_an_assistant_may_be_named(
     assert passes_of(target, lambda: target.generate(*call))[0] == num_drafted
 
 
-def test_a_folder_that_is_written_anew_is_read_again(
-    pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_written_anew_is_read_again(pair: Pair, tmp_path: Path) -> None:
     target, good = pair
     poor = make_drafter(target, num_assistant_tokens=1)
     counts = []
@@ -424,7 +409,7 @@ def test_a_folder_that_is_written_anew_is_read_again(
     assert counts[1] < counts[0] == counts[2]
 
 
-def test_names_of_other_models_go_to_transformers(pair: tuple[PreTrainedModel, GumihoModel], tmp_path: Path) -> None:
+def test_names_of_other_models_go_to_transformers(pair: Pair, tmp_path: Path) -> None:
     target, _ = pair
     target.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="No drafter can be read from 'some/folder'"):
@@ -434,17 +419,14 @@ def test_names_of_other_models_go_to_transformers(pair: tuple[PreTrainedModel, G
         decode(target, assistant_model=str(tmp_path))
 
 
-def make_demo_drafter(**settings: Any) -> GumihoModel:
-    drafter = GumihoModel.from_pretrained(DEMO_TARGET.parent / "gumiho", dtype=torch.float32)
-    drafter.generation_config.update(**settings)
-    return drafter
+DEMO_TARGET, DEMO_DRAFTER = FOLDER / "target", FOLDER / "gumiho"
 
 
 def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = tmp_path / "served"
-    arguments = ["attach", "--target", DEMO_TARGET, "--drafter", DEMO_TARGET.parent / "gumiho", "--output_dir", served]
+    arguments = ["attach", "--target", DEMO_TARGET, "--drafter", DEMO_DRAFTER, "--output_dir", served]
     gumiho(*arguments)
     assert "the weights are linked" in capsys.readouterr().out
     assert (served / "model.safetensors").is_symlink()
@@ -459,7 +441,7 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     assert target.generate(**inputs, num_beams=2).shape == plain.shape
     # Another drafter may be attached; then the folder's own is back.
     of_folder = target.generate
-    with attached(target, make_demo_drafter(num_assistant_tokens=1)):
+    with attached(target, load_drafter(num_assistant_tokens=1)):
         assert passes_of(target, lambda: target.generate(**inputs))[0] > num_drafted
     assert target.generate is of_folder
     assert passes_of(target, lambda: target.generate(**inputs))[0] == num_drafted
@@ -473,11 +455,11 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
     assert passes_of(target, lambda: target.generate(**inputs))[0] == num_plain
     refuse("is not empty", *arguments)
     for positional, message in (
-        ((served, DEMO_TARGET.parent / "gumiho"), "already has a folder 'custom_generate'"),
+        ((served, DEMO_DRAFTER), "already has a folder 'custom_generate'"),
         ((DEMO_TARGET, DEMO_TARGET), "is not a Gumiho drafter"),
-        ((DEMO_TARGET.parent / "gumiho", DEMO_TARGET.parent / "gumiho"), "is a drafter, not a target"),
+        ((DEMO_DRAFTER, DEMO_DRAFTER), "is a drafter, not a target"),
         ((DEMO_TARGET, "no/drafter"), "No drafter can be read from 'no/drafter'"),
-        (("no/target", DEMO_TARGET.parent / "gumiho"), "The target 'no/target' is not a folder and cannot be"),
+        (("no/target", DEMO_DRAFTER), "The target 'no/target' is not a folder and cannot be"),
     ):
         refuse(message, "attach", *positional, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
@@ -486,11 +468,10 @@ def test_a_served_folder_drafts_for_clients_that_know_a_name_alone(
 def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from peft import LoraConfig, get_peft_model
 
-    drafter = DEMO_TARGET.parent / "gumiho"
     shutil.copytree(DEMO_TARGET, tmp_path / "target")
     for name in ("model.gguf", "tf_model.h5", "consolidated.00.pth", "optimizer.bin"):
         (tmp_path / "target" / name).write_bytes(b"large")
-    gumiho("attach", tmp_path / "target", drafter, "--output_dir", tmp_path / "served", "--copy_weights")
+    gumiho("attach", tmp_path / "target", DEMO_DRAFTER, "--output_dir", tmp_path / "served", "--copy_weights")
     assert "the weights are copied" in capsys.readouterr().out
     kept = {path.name for path in DEMO_TARGET.iterdir()} | {"custom_generate"}
     assert {path.name for path in (tmp_path / "served").iterdir()} == kept
@@ -501,7 +482,7 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path, capsys: py
         (tmp_path / "target", "holds no weights"),
         (tmp_path / "adapter", "is an adapter, which is loaded from"),
     ):
-        refuse(message, "attach", target, drafter, "--output_dir", tmp_path / "other")
+        refuse(message, "attach", target, DEMO_DRAFTER, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
     make_drafter(make_target()).save_pretrained(tmp_path / "of another")
     options = tmp_path / "of another", "--output_dir", tmp_path / "other"

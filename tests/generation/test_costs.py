@@ -90,12 +90,12 @@ def test_trees_are_no_deeper_than_what_is_missing(
         return [sorted({min(end, num_tokens) for end in row}) for row in ends]
 
     with observing(longer := Depths()):
-        equals_plain(target, drafter, drafted=lookup, **make_prompts(lengths), max_new_tokens=40)
+        equals_plain(target, drafter, drafted=lookup, lengths=lengths, max_new_tokens=40)
     num_bare = 0
     for max_new_tokens in range(2, 16):
         drafted.clear()
         with observing(depths := Depths()):
-            equals_plain(target, drafter, drafted=lookup, **make_prompts(lengths), max_new_tokens=max_new_tokens)
+            equals_plain(target, drafter, drafted=lookup, lengths=lengths, max_new_tokens=max_new_tokens)
         # Cycles at the end of a text accept what they accept where it goes on.
         num_cycled = max_new_tokens - 1
         assert lengths_of_rows(depths, num_cycled) == lengths_of_rows(longer, num_cycled)
@@ -123,11 +123,12 @@ def test_the_drafter_reads_a_prompt_in_chunks(
         return run(self, fused, *args)
 
     monkeypatch.setattr(GumihoModel, "run_serial_head", running)
-    whole = equals_plain(target, drafter, drafted=static, **make_prompts(lengths))
+    arguments = {"drafted": static, **make_prompts(lengths), "max_new_tokens": 16}
+    whole = equals_plain(target, drafter, **arguments)
     assert widths[0] == 13
     for chunk_size in (5, 13, 20):
         widths.clear()
-        output = equals_plain(target, drafter, drafted=static, **make_prompts(lengths), prefill_chunk_size=chunk_size)
+        output = equals_plain(target, drafter, **arguments, prefill_chunk_size=chunk_size)
         assert widths[:3] == ([5, 5, 3] if chunk_size == 5 else [13, *widths[1:3]])
         assert output.accepted_lengths == whole.accepted_lengths
 
@@ -143,7 +144,7 @@ def test_what_weights_give_is_made_once_and_freed_with_them(monkeypatch: pytest.
     def count() -> int:
         """Returns how many sets of tensors a call makes."""
         made.clear()
-        equals_plain(targets[0], drafter)
+        equals_plain(targets[0], drafter, max_new_tokens=6)
         return len(made)
 
     assert [count(), count()] == [3, 0], "vocabulary, cut head and transitions"

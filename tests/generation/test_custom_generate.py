@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from demo_pair import FOLDER, load_tokenizer
 from huggingface_hub import CommitOperationAdd, HfApi
+from streamers import Recorder
 from targets import make_drafter, make_prompts, make_target, passes_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, dynamic_module_utils
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, dynamic_module_utils
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.custom_generation import generate
@@ -25,18 +26,6 @@ from transformers_gumiho.custom_generation import generate
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +72,7 @@ def test_pushed_repository_generates_what_plain_decoding_does(target: PreTrained
             torch.manual_seed(7)
             streamer = Recorder()
             outputs.append(target.generate(**make_prompts([6]), **settings, **extra, streamer=streamer))
-            assert streamer.ended
-            streamed.append(streamer.tokens)
+            streamed.append(streamer.values)
         assert streamed[0] == streamed[1]
         if "return_dict_in_generate" in settings:
             assert all(torch.allclose(a, b) for a, b in zip(outputs[0].scores, outputs[1].scores, strict=True))
@@ -182,7 +170,7 @@ def test_saving_and_pushing_write_the_same_files(
         lambda self, repo_id, operations, **_: uploaded.append({operation.path_in_repo for operation in operations}),
     )
     drafter = make_drafter(target)
-    drafter.tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo_pair" / "target")
+    drafter.tokenizer = load_tokenizer()
     code = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     expected = {"config.json", "generation_config.json", "model.safetensors"} | code | tokenizer
@@ -229,9 +217,7 @@ def test_code_asks_for_this_package(repository: Path) -> None:
 
 def test_the_demo_pair_is_such_a_repository(repository: Path) -> None:
     for file in (repository / "custom_generate").iterdir():
-        assert (
-            ROOT / "examples" / "demo_pair" / "gumiho" / "custom_generate" / file.name
-        ).read_text() == file.read_text()
+        assert (FOLDER / "gumiho" / "custom_generate" / file.name).read_text() == file.read_text()
 
 
 def test_call_without_a_repository(target: PreTrainedModel) -> None:

@@ -2,38 +2,37 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from demo_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
+from targets import equals_plain, passes_of
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 
 
-FOLDER = Path(__file__).parents[2] / "examples" / "demo_pair"
-
-
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
+    return load_language_model()
 
 
 @pytest.fixture(scope="module")
 def drafter() -> GumihoModel:
-    return GumihoModel.from_pretrained(FOLDER / "gumiho", dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def draft_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER / "draft_model", dtype=torch.float32)
+    return load_drafter()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[torch.Tensor]:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    tokenizer = load_tokenizer()
     lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain_texts(target: PreTrainedModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of the first eight prompts, 64 tokens each."""
+    return [target.generate(prompt, max_new_tokens=64, do_sample=False) for prompt in prompts[:8]]
 
 
 def test_pair_is_small_and_deep_enough(target: PreTrainedModel, drafter: GumihoModel) -> None:
@@ -46,11 +45,10 @@ def test_pair_is_small_and_deep_enough(target: PreTrainedModel, drafter: GumihoM
 
 
 def test_trained_drafter_decodes_exactly_and_far(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
+    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
 ) -> None:
     lengths = []
-    for prompt in prompts[:16]:
-        plain = target.generate(prompt, max_new_tokens=64, do_sample=False)
+    for prompt, plain in zip(prompts, plain_texts, strict=False):
         output = target.generate(
             prompt, max_new_tokens=64, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
         )
@@ -64,51 +62,37 @@ def test_trained_drafter_decodes_exactly_and_far(
 def test_trained_drafter_samples_the_same_text(
     target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
 ) -> None:
-    for seed, prompt in enumerate(prompts[:8]):
-        outputs = []
-        for assistant in ({}, {"assistant_model": drafter}):
-            torch.manual_seed(seed)
-            outputs.append(
-                target.generate(
-                    prompt, max_new_tokens=64, do_sample=True, temperature=0.8, top_p=0.9, repetition_penalty=1.1,
-                    **assistant,
-                )
-            )  # fmt: skip
-        assert torch.equal(*outputs)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
+    for seed, prompt in enumerate(prompts[:4]):
+        equals_plain(target, drafter, seed, input_ids=prompt, max_new_tokens=48, **sampling)
 
 
 def test_stop_strings_end_in_the_middle_of_an_accepted_path(
     target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    settings = {"stop_strings": ["self.", "):\n", "= "], "tokenizer": load_tokenizer(), "max_new_tokens": 64}
     stopped_early = 0
     for prompt in prompts[:8]:
-        settings = {"stop_strings": ["self.", "):\n", "= "], "tokenizer": tokenizer, "do_sample": False}
-        plain = target.generate(prompt, max_new_tokens=64, **settings)
-        assert torch.equal(target.generate(prompt, max_new_tokens=64, assistant_model=drafter, **settings), plain)
-        stopped_early += plain.shape[1] < prompt.shape[1] + 64
+        output = equals_plain(target, drafter, input_ids=prompt, **settings)
+        stopped_early += output.sequences.shape[1] < prompt.shape[1] + 64
     assert stopped_early >= 4
 
 
 def test_draft_model_is_one_for_assisted_generation(
-    target: PreTrainedModel, draft_model: PreTrainedModel, prompts: list[torch.Tensor]
+    target: PreTrainedModel, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
 ) -> None:
+    draft_model = load_language_model("draft_model")
     vocabularies = [(FOLDER / folder / "tokenizer.json").read_bytes() for folder in ("target", "draft_model")]
     assert vocabularies[0] == vocabularies[1]
     assert draft_model.config.vocab_size == target.config.vocab_size
     assert draft_model.num_parameters() < target.num_parameters() / 5
-    passes: list[object] = []
-    hook = target.register_forward_hook(lambda *_: passes.append(None))
+    settings = {"max_new_tokens": 64, "do_sample": False, "assistant_model": draft_model}
     num_tokens, num_passes = 0, 0
-    for prompt in prompts[:8]:
-        plain = target.generate(prompt, max_new_tokens=48, do_sample=False)
-        passes.clear()
-        assert torch.equal(
-            target.generate(prompt, max_new_tokens=48, do_sample=False, assistant_model=draft_model), plain
-        )
+    for prompt, plain in zip(prompts[:4], plain_texts, strict=False):
+        num_of_text, text = passes_of(target, lambda prompt=prompt: target.generate(prompt, **settings))
+        assert torch.equal(text, plain)
         num_tokens += plain.shape[1] - prompt.shape[1]
-        num_passes += len(passes)
-    hook.remove()
+        num_passes += num_of_text
     # All of the prompts reach more (see the pair's README); a part of them varies.
     assert num_tokens / num_passes > 2.0
 

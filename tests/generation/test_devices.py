@@ -11,16 +11,16 @@ import pytest
 import torch
 from accelerate import PartialState, dispatch_model
 from chains import make_chain_drafter, make_chain_target
+from demo_pair import load_drafter, load_language_model, load_tokenizer
 from pretend_device import MixedDevices, PretendMachine, pretending
 from targets import make_drafter, make_prompts, make_target
 from torch import nn
 from trainers import losses_of, make_args, make_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.moe import ExpertsInterface
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.generation import token_choice
-from transformers_gumiho.generation.attach import load_drafter
+from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
@@ -78,7 +78,7 @@ def generate(
     """Returns the sequences, on the CPU, of `inputs` moved to `device`."""
     torch.manual_seed(0)
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    sequences = target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 24} | kwargs)
+    sequences = target.generate(**inputs, assistant_model=drafter, **{"max_new_tokens": 12} | kwargs)
     assert sequences.device == torch.device(device)
     return sequences.cpu()
 
@@ -133,7 +133,7 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]
         assert [input_device(target), drafter_device(target)] == devices
         assert accelerators_of(target) == devices
-        assert load_drafter(target, "drafter").device == devices[1]
+        assert attach.load_drafter(target, "drafter").device == devices[1]
     assert accelerators_of(make_target()) == []
 
 
@@ -171,8 +171,8 @@ def test_synthesis_without_float64() -> None:
         assert sorted(drawn.tolist()) == [1, 2]
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "mps"])
-@pytest.mark.parametrize("transition_rank", [0, 3])
+# A device without float64 asks more of the code than one with it, and transitions are trained beside all the rest.
+@pytest.mark.parametrize(("device", "transition_rank"), [("cuda:0", 0), ("mps", 3)])
 def test_training_mixes_no_devices(
     device: str, transition_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,18 +206,15 @@ class Cycles(GenerationObserver):
         self.num_tokens.append(max(path.accepted_lengths))
 
 
-DEMO_PAIR = Path(__file__).parents[2] / "examples" / "demo_pair"
 DEMO_PROMPTS = ["def __init__(self, ", "import os\nimport sys\n\ndef main(", "class Reader:\n    def read("]
 
 
 @pytest.fixture(scope="module")
 def demo_pair() -> tuple[PreTrainedModel, GumihoModel, Any]:
-    target = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
-    drafter = GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
-    drafter.generation_config.update(num_assistant_tokens=63, branching_factor=14, break_even=1.0)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_PAIR / "target", padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return target, drafter, tokenizer
+    tokenizer = load_tokenizer()
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    drafter = load_drafter(num_assistant_tokens=63, branching_factor=14, break_even=1.0)
+    return load_language_model(), drafter, tokenizer
 
 
 @pytest.fixture
@@ -233,7 +230,7 @@ def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Call
             target.to("cuda:0")
             drafter.to("cuda:0")
             with observing(cycles := Cycles(machine)):
-                generate(target, drafter, inputs, "cuda:0", **kwargs | {"max_new_tokens": 48})
+                generate(target, drafter, inputs, "cuda:0", **kwargs | {"max_new_tokens": 28})
             target.to("cpu")
             drafter.to("cpu")
         # The last cycle is one without a draft for the next.

@@ -13,14 +13,15 @@ import torch
 from accelerate import cpu_offload
 from checkpoints import VOCAB_SIZE as CHECKPOINT_VOCAB_SIZE
 from checkpoints import write_reference_checkpoint
+from draft_trees import Trees
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from targets import VOCAB_SIZE, equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from transformers_gumiho import GumihoCandidateGenerator, GumihoModel
-from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho import GumihoModel
+from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.verification.target_states import output_head
 
 
@@ -28,30 +29,11 @@ SUBSET = [6, 1, 5, 2]
 PERMUTED = [3, 7, 0, 5, 1, 6, 2, 4]
 
 
-@pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
-    """Receives every tree that is drafted."""
-    drafted: list[DraftTree] = []
-    draft = GumihoCandidateGenerator.draft_tree
-
-    def recording(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> DraftTree:
-        drafted.append(draft(self, *args, **kwargs))
-        return drafted[-1]
-
-    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
-    return drafted
-
-
-@pytest.fixture
-def trees_of(trees: list[DraftTree]) -> Callable[..., list[tuple[list, list]]]:
+def trees_of(target: PreTrainedModel, drafter: GumihoModel) -> list[tuple[list, list]]:
     """Returns the tokens and parents of the trees that a generation drafts."""
-
-    def generate(target: PreTrainedModel, drafter: GumihoModel, lengths: tuple[int, ...] = (5, 5)) -> Any:
-        trees.clear()
-        target.generate(**make_prompts(list(lengths)), max_new_tokens=20, do_sample=False, assistant_model=drafter)
-        return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in trees]
-
-    return generate
+    with observing(seen := Trees()):
+        target.generate(**make_prompts([5, 5]), max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    return [(tree.tokens.tolist(), tree.parents.tolist()) for tree in seen.trees]
 
 
 @pytest.fixture(autouse=True)
@@ -65,33 +47,28 @@ def no_grad() -> Iterator[None]:
     ("family", "vocabulary"),
     [("llama", SUBSET), ("llama", [5]), ("gemma2", PERMUTED), ("gemma3", SUBSET), ("opt", [5]), ("opt", PERMUTED)],
 )
-def test_text_equals_plain_and_drafts_are_of_the_vocabulary(
-    family: str, vocabulary: list[int], trees: list[DraftTree]
-) -> None:
+def test_text_equals_plain_and_drafts_are_of_the_vocabulary(family: str, vocabulary: list[int]) -> None:
     target = make_target(family)
     drafter = make_drafter(target, num_assistant_tokens=30, draft_vocabulary=vocabulary)
+    drafted: set[int] = set()
     for lengths, settings in (
-        ([5], {"do_sample": False}),
+        ([5], {}),
         # In float64, padding makes Gemma 2 itself overflow.
-        ([5, 5] if family == "gemma2" else [5, 2, 4], {"do_sample": False}),
+        ([5, 5] if family == "gemma2" else [5, 2, 4], {}),
         ([5], {"do_sample": True, "temperature": 0.9, "top_k": 5}),
     ):
-        settings = make_prompts(lengths) | {"max_new_tokens": 40} | settings
-        torch.manual_seed(1)
-        plain = target.generate(**settings)
-        torch.manual_seed(1)
-        assert torch.equal(target.generate(**settings, assistant_model=drafter), plain)
-    assert {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()} == set(vocabulary)
+        with observing(seen := Trees()):
+            output = equals_plain(target, drafter, seed=1, lengths=lengths, **settings)
+        drafted |= {token for tree in seen.trees for token in tree.tokens[:, 1:].flatten().tolist()}
+    assert drafted == set(vocabulary)
     if len(vocabulary) < VOCAB_SIZE:
         # The target may say what cannot be drafted.
-        assert not set(plain[0].tolist()) <= set(vocabulary)
+        assert not set(output.sequences[0].tolist()) <= set(vocabulary)
 
 
 @pytest.mark.parametrize("full_tree_attention", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_whole_vocabulary_in_any_order_drafts_the_same_trees(
-    family: str, full_tree_attention: bool, trees_of: Callable[..., Any]
-) -> None:
+def test_whole_vocabulary_in_any_order_drafts_the_same_trees(family: str, full_tree_attention: bool) -> None:
     target = make_target(family)
     drafter = make_drafter(target, branching_factor=3, full_tree_attention=full_tree_attention)
     whole = trees_of(target, drafter)
@@ -181,9 +158,7 @@ def test_plain_head_is_cut_to_the_rows_of_the_vocabulary(family: str, monkeypatc
 
 
 @pytest.mark.parametrize("change", WRAPPED)
-def test_head_that_is_more_than_a_matrix_runs_as_it_is(
-    change: Callable[[PreTrainedModel], None], trees_of: Callable[..., Any]
-) -> None:
+def test_head_that_is_more_than_a_matrix_runs_as_it_is(change: Callable[[PreTrainedModel], None]) -> None:
     target = make_target("gemma2")
     features = torch.randn(2, 3, 32, dtype=torch.float64)
     unchanged = output_head(target)(features)
@@ -197,7 +172,7 @@ def test_head_that_is_more_than_a_matrix_runs_as_it_is(
     assert permuted == trees_of(target, drafter)
 
 
-def test_cut_head_follows_the_weights_of_the_target(trees_of: Callable[..., Any]) -> None:
+def test_cut_head_follows_the_weights_of_the_target() -> None:
     target = make_target()
     drafter = make_drafter(target, draft_vocabulary=SUBSET)
     seen = [trees_of(target, drafter)]
@@ -238,7 +213,7 @@ def test_vocabularies_out_of_range_are_refused(vocabulary: Any, found: str, monk
         target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
 
 
-def test_vocabulary_is_saved_with_the_drafter(tmp_path: Path, trees_of: Callable[..., Any]) -> None:
+def test_vocabulary_is_saved_with_the_drafter(tmp_path: Path) -> None:
     target = make_target()
     drafter = make_drafter(target, draft_vocabulary=SUBSET)
     drafter.save_pretrained(tmp_path)

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_trees import paths_of
+from demo_pair import load_language_model, load_tokenizer
+from draft_trees import Trees, paths_of
 from eagle import EPS, FFN, HIDDEN, KV_HEADS, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
 from targets import equals_plain
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,9 +17,9 @@ from transformers import (
     pipeline,
 )
 
-from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel, attached
+from transformers_gumiho import DraftingSettings, GumihoModel, attached
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
-from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 
@@ -30,27 +29,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"is_eagle3": True, "draft_vocab_size": 24},
     "eagle3.1": {"is_eagle3": True, "draft_vocab_size": 24, "flags": ("fc_norm", "norm_output"), "num_layers": 2},
 }
-DEMO = Path(__file__).parents[2] / "examples" / "demo_pair" / "target"
 TREES = {"num_assistant_tokens": 14, "branching_factor": 3, "tree_depth": 4, "draft_temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return make_eagle_target()
-
-
-@pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
-    """Receives every tree that is drafted."""
-    drafted: list[DraftTree] = []
-    draft = GumihoCandidateGenerator.draft_tree
-
-    def recording(self: GumihoCandidateGenerator, *args: Any, **kwargs: Any) -> DraftTree:
-        drafted.append(draft(self, *args, **kwargs))
-        return drafted[-1]
-
-    monkeypatch.setattr(GumihoCandidateGenerator, "draft_tree", recording)
-    return drafted
 
 
 def write(folder: Path, head: EagleHead) -> Path:
@@ -79,20 +63,21 @@ def prompts(*lengths: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("full_tree_attention", [True, False])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_tree_of_a_text_is_the_oracles(
-    kind: str, full_tree_attention: bool, target: PreTrainedModel, trees: list[DraftTree], tmp_path: Path
+    kind: str, full_tree_attention: bool, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     head, drafter = make(tmp_path, kind, full_tree_attention=full_tree_attention)
-    output = equals_plain(target, drafter, **prompts(7), max_new_tokens=24)
+    with observing(seen := Trees()):
+        output = equals_plain(target, drafter, **prompts(7), max_new_tokens=24)
     text = output.sequences[0]
     end = 7
     with torch.no_grad():
         states = head.bind(target).states(target, text)
-        for tree, num_accepted in zip(trees, output.accepted_lengths[0], strict=True):
+        for tree, num_accepted in zip(seen.trees, output.accepted_lengths[0], strict=True):
             paths = head.tree(text[1 : end + 1], states[:end], top_k=3, depth=4, num_nodes=14)
             # The target chooses the last token itself, so the last trees lack their deepest nodes.
             assert set(paths_of(tree, 0)) == {path for path in paths if len(path) <= len(text) - end - 2}
             end += num_accepted
-    assert len(trees) > 10
+    assert len(seen.trees) > 10
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -124,16 +109,14 @@ def test_compiled_cycles(kind: str, target: PreTrainedModel, tmp_path: Path) -> 
     assert found.accepted_lengths == equals_plain(target, expected, **call).accepted_lengths
 
 
-def test_tokens_of_the_output_head_belong_to_the_weights(
-    target: PreTrainedModel, trees: list[DraftTree], tmp_path: Path
-) -> None:
+def test_tokens_of_the_output_head_belong_to_the_weights(target: PreTrainedModel, tmp_path: Path) -> None:
     head, drafter = make(tmp_path)
     own = set(head.token_ids.tolist())
 
     def drafted() -> list[Any]:
-        trees.clear()
-        equals_plain(target, drafter, **prompts(6), max_new_tokens=16)
-        return [tree.tokens.tolist() for tree in trees]
+        with observing(seen := Trees()):
+            equals_plain(target, drafter, **prompts(6), max_new_tokens=16)
+        return [tree.tokens.tolist() for tree in seen.trees]
 
     before = drafted()
     assert {token for tree in before for token in tree[0][1:]} <= own
@@ -188,7 +171,7 @@ def test_a_small_language_model_is_told_by_its_tensors(target: PreTrainedModel, 
 
 
 def test_a_saved_head_is_the_assistant_of_a_pipeline(tmp_path: Path) -> None:
-    target, tokenizer = (kind.from_pretrained(DEMO) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    target, tokenizer = load_language_model(), load_tokenizer()
     fields = {"serial_head": "eagle3", "num_hidden_layers": 1, "num_parallel_heads": 0, "num_serial_tokens": 8}
     drafter = GumihoModel.from_target(target, target_layer_ids=[0, 1], **fields)
     drafter.tokenizer = tokenizer

@@ -38,7 +38,7 @@ def test_tokens_that_are_run_alone_equal_plain(family: str, implementation: str)
     target = make_target(family, implementation)
     drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)  # more than any tree gains
     for lengths in ([1], [WINDOW + 9], [4, 4]):
-        drafted = equals_plain(target, drafter, **make_prompts(lengths), max_new_tokens=32)
+        drafted = equals_plain(target, drafter, lengths=lengths, max_new_tokens=32)
         assert drafted.tree_sizes.count(0) > 12
 
 
@@ -55,7 +55,7 @@ def test_tokens_that_are_run_alone_have_the_masks_that_eager_attention_adds_unse
         target.generation_config.update(pad_token_id=0, eos_token_id=None)
         drafter = make_drafter(target, num_assistant_tokens=12, break_even=50.0)
         for length in (1, WINDOW + 9):
-            drafted = equals_plain(target, drafter, **make_prompts([length]), max_new_tokens=32)
+            drafted = equals_plain(target, drafter, lengths=[length], max_new_tokens=32)
             assert drafted.tree_sizes.count(0) > 12
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from pretend_device import pretending
-from targets import make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,9 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.verification import attention
 from transformers_gumiho.generation.verification.attention import attend_folded, gqa_without_copies
-from transformers_gumiho.internals import (
-    attention_implementation,
-)
+from transformers_gumiho.internals import attention_implementation
 
 
 class Layer(nn.Module):
@@ -188,13 +186,8 @@ def test_a_function_that_somebody_registered_stays() -> None:
     AttentionInterface.register("sdpa", theirs)
     try:
         target = make_target("llama", "sdpa")
-        prompts = make_prompts([5])
-        plain = target.generate(**prompts, max_new_tokens=12, do_sample=False)
+        equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
         assert calls
-        drafted = target.generate(
-            **prompts, max_new_tokens=12, do_sample=False, assistant_model=make_drafter(target, num_assistant_tokens=7)
-        )
-        assert torch.equal(drafted, plain)
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
     finally:
         AttentionInterface.register("sdpa", ours)
@@ -216,18 +209,11 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
     for way in (nullcontext(), copying):
         torch.manual_seed(1)
         with way:
-            outputs.append(
-                target.generate(
-                    torch.arange(40)[None] + 1,
-                    max_new_tokens=20,
-                    do_sample=True,
-                    assistant_model=drafter,
-                    output_scores=True,
-                    output_hidden_states=True,
-                    return_dict_in_generate=True,
-                    **({"cache_implementation": "static", "disable_compile": True} if static else {}),
-                )
-            )
+            outputs.append(target.generate(
+                torch.arange(40)[None] + 1, max_new_tokens=20, do_sample=True, assistant_model=drafter,
+                output_scores=True, return_dict_in_generate=True,
+                **({"cache_implementation": "static", "disable_compile": True} if static else {}),
+            ))  # fmt: skip
     with_groups, without = outputs
     assert torch.equal(with_groups.sequences, without.sequences)
     assert all(torch.equal(*pair) for pair in zip(with_groups.scores, without.scores, strict=True))

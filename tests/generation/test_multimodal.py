@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from chains import draft_rate, make_chain_drafter, partly_right_drafts
-from targets import make_drafter, make_prompts
+from targets import equals_plain, make_drafter, make_prompts
 from transformers import (
     DynamicCache,
     Gemma3Config,
@@ -149,19 +149,12 @@ def test_text_after_an_image_equals_plain(name: str) -> None:
     target = make_multimodal_target(MODELS[name])
     drafter = make_drafter(target, num_assistant_tokens=47)
     prompt = make_image_prompts(name)
-    plain = target.generate(**prompt, max_new_tokens=40, do_sample=False)
-    blank = prompt | {"pixel_values": torch.zeros_like(prompt["pixel_values"])}
-    assert not torch.equal(plain, target.generate(**blank, max_new_tokens=40, do_sample=False)), "the image matters"
-    output = target.generate(
-        **prompt, max_new_tokens=40, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, plain)
+    output = equals_plain(target, drafter, **prompt)
     assert max(output.accepted_lengths[0]) >= 2
-    sampled = []
-    for assistant in ({}, {"assistant_model": drafter}):
-        torch.manual_seed(0)
-        sampled.append(target.generate(**prompt, max_new_tokens=40, do_sample=True, **assistant))
-    assert torch.equal(*sampled)
+    blank = prompt | {"pixel_values": torch.zeros_like(prompt["pixel_values"])}
+    of_blank = target.generate(**blank, max_new_tokens=40, do_sample=False)
+    assert not torch.equal(output.sequences, of_blank), "the image matters"
+    equals_plain(target, drafter, **prompt, do_sample=True)
 
 
 @pytest.mark.parametrize("num_last", [0, 3], ids=["image_last", "text_last"])
@@ -169,9 +162,7 @@ def test_text_after_an_image_equals_plain(name: str) -> None:
 def test_batch_of_images(name: str, num_last: int) -> None:
     target = make_multimodal_target(MODELS[name])
     drafter = make_drafter(target, num_assistant_tokens=47)
-    prompts = make_image_prompts(name, num_rows=2, num_last=num_last)
-    plain = target.generate(**prompts, max_new_tokens=40, do_sample=False)
-    assert torch.equal(target.generate(**prompts, max_new_tokens=40, do_sample=False, assistant_model=drafter), plain)
+    equals_plain(target, drafter, **make_image_prompts(name, num_rows=2, num_last=num_last))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -192,11 +183,8 @@ def test_a_second_turn_goes_on_from_the_cache(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma4"])
 def test_static_cache(name: str) -> None:
     target = make_multimodal_target(MODELS[name])
-    prompt = make_image_prompts(name)
-    settings = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
-    plain = target.generate(**prompt, **settings)
-    drafter = make_drafter(target, num_assistant_tokens=15)
-    assert torch.equal(target.generate(**prompt, **settings, assistant_model=drafter), plain)
+    settings = {"max_new_tokens": 24, "cache_implementation": "static", "disable_compile": True}
+    equals_plain(target, make_drafter(target, num_assistant_tokens=15), **make_image_prompts(name), **settings)
 
 
 def test_the_drafter_reads_the_whole_prompt() -> None:

@@ -3,15 +3,11 @@
 import re
 from pathlib import Path
 
-import torch
+from demo_pair import load_drafter, load_language_model, load_tokenizer
 from traced_files import traced_files
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from transformers_gumiho import GumihoModel
 
 
 ROOT = Path(__file__).parents[2]
-PAIR = ROOT / "examples" / "demo_pair"
 MAX_IN_A_CALL, MAX_IN_A_CYCLE = 30, 18
 
 
@@ -24,10 +20,8 @@ def named_files() -> list[tuple[str, bool]]:
 
 
 def test_contributing_names_the_files_of_a_greedy_call() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    gumiho = GumihoModel.from_pretrained(PAIR / "gumiho", dtype=torch.float32)
-    inputs = tokenizer("def read(self):", return_tensors="pt")
+    target, gumiho = load_language_model(), load_drafter()
+    inputs = load_tokenizer()("def read(self):", return_tensors="pt")
 
     def generate() -> None:
         target.generate(**inputs, assistant_model=gumiho, max_new_tokens=33, do_sample=False)

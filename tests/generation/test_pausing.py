@@ -7,9 +7,8 @@ import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
 from origins import Origins
-from targets import make_drafter, make_prompts, make_target
+from targets import Pair, equals_plain, make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting import candidate_generator
@@ -23,7 +22,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
-def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
+def make_pair(family: str = "llama", **settings: Any) -> Pair:
     """A pair whose drafter would have to be right more often than it is, and is now and then."""
     target = make_target(family, seed=3)
     return target, make_drafter(
@@ -45,13 +44,9 @@ def test_texts_are_those_of_plain_decoding(
     sources: set[str] = set()
     for sampling in (GREEDY, SAMPLED):
         arguments = make_prompts(lengths) | {"max_new_tokens": 60} | sampling
-        torch.manual_seed(0)
-        plain = target.generate(**arguments)
         for lookup in ({}, {"prompt_lookup_num_tokens": 6}):
-            torch.manual_seed(0)
             with observing(origins := Origins()):
-                drafted = target.generate(**arguments, assistant_model=drafter, **shapes, **lookup)
-            assert torch.equal(drafted, plain)
+                equals_plain(target, drafter, drafted=shapes | lookup, **arguments)
             sources |= set(origins.sources)
             paused = [origin.num_left for origin in origins.seen if origin.source == "pause"]
             # Each cycle of a pause says how many more there are.
@@ -63,10 +58,8 @@ def test_a_chain_pauses_as_a_tree_does() -> None:
     target = make_chain_target("mamba2")
     drafter = make_chain_drafter(target)
     drafter.generation_config.break_even = 6.0
-    arguments = make_prompts([9, 4]) | {"max_new_tokens": 60} | GREEDY
     with observing(origins := Origins()):
-        drafted = target.generate(**arguments, assistant_model=drafter)
-    assert torch.equal(drafted, target.generate(**arguments))
+        equals_plain(target, drafter, lengths=[9, 4], max_new_tokens=60)
     assert {"drafter", "pause"} <= set(origins.sources)
 
 
@@ -79,12 +72,8 @@ def test_a_drafter_that_does_not_fit_drafts_seldom_with_nothing_set(
     target = make_target("llama", vocab_size=512, seed=3)
     torch.manual_seed(1)
     drafter = GumihoModel.from_target(target).to(target.dtype)
-    prompts = make_prompts([9] * rows) | {"max_new_tokens": 240} | sampling
-    torch.manual_seed(0)
-    plain = target.generate(**prompts)
-    torch.manual_seed(0)
     with observing(origins := Origins()):
-        assert torch.equal(target.generate(**prompts, assistant_model=drafter, **shapes), plain)
+        equals_plain(target, drafter, drafted=shapes, **make_prompts([9] * rows), max_new_tokens=240, **sampling)
     assert origins.sources.count("drafter") < len(origins.seen) / 10
     assert origins.sources.index("drafter", 40) > 64, "it drafts again after a long pause, having read what was missed"
     assert origins.sources[:4] != ["pause"] * 4
@@ -118,7 +107,7 @@ def test_a_pause_compiles_nothing(lookup: dict[str, int]) -> None:
 
 def test_what_is_unread_in_a_pause_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that repeats itself adds long runs to a pause; the drafter then reads what has come."""
-    target, drafter = make_pair(break_even=60.0, prompt_lookup_num_tokens=16)
+    target, drafter = make_pair(break_even=60.0)
     for config in (target.config, drafter.config.model):
         config.max_position_embeddings = 4096
     widths: list[int] = []
@@ -129,6 +118,5 @@ def test_what_is_unread_in_a_pause_is_bounded(monkeypatch: pytest.MonkeyPatch) -
         return join(parts)
 
     monkeypatch.setattr(candidate_generator.CommittedTokens, "join", listen)
-    arguments = make_prompts([9]) | {"max_new_tokens": 1500} | GREEDY
-    assert torch.equal(target.generate(**arguments, assistant_model=drafter), target.generate(**arguments))
+    equals_plain(target, drafter, drafted={"prompt_lookup_num_tokens": 16}, lengths=[9], max_new_tokens=1500)
     assert 256 < max(widths) <= 256 + 64 + 65 * 17

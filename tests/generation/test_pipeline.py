@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from demo_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
 from targets import passes_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from transformers_gumiho import GumihoModel
 
 
-FOLDER = Path(__file__).parents[2] / "examples" / "demo_pair"
 TEXT = "def __init__(self, "
 TEMPLATE = "{% for message in messages %}# {{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}"
 INPUTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -24,19 +24,19 @@ INPUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture
 def target() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
+    return load_language_model()
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    tokenizer = load_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 @pytest.fixture
 def drafter() -> GumihoModel:
-    return GumihoModel.from_pretrained(FOLDER / "gumiho", dtype=torch.float32)
+    return load_drafter()
 
 
 def check(target: PreTrainedModel, plain: Any, assisted: Any, inputs: Any, **kwargs: Any) -> None:

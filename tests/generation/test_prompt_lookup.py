@@ -7,49 +7,26 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
-from targets import equals_plain, make_drafter, make_prompts, make_target
+from draft_trees import Trees
+from targets import equals_plain, make_drafter, make_prompts, make_target, plain_and_drafted
 from torch._dynamo.utils import counters
-from transformers import LogitsProcessor, StoppingCriteria
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
-from transformers_gumiho.generation.observers import GenerationObserver, observing
-from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 3}
+SHORT = LOOKUP | {"prompt_lookup_num_tokens": 5}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
-class Trees(GenerationObserver):
-    """Keeps the tree of every cycle."""
-
-    def __init__(self) -> None:
-        self.trees: list[DraftTree] = []
-
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
-        self.trees.append(tree)
-
-
-class KeepGoing(StoppingCriteria):
-    """One of the caller's, that nobody knows: all rows then advance in step."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class EndsAt(StoppingCriteria):
-    """Ends a text at a length."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+def keep_going(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A criterion of the caller's, that nobody knows: all rows then advance in step."""
+    return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -60,17 +37,11 @@ def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, s
     target = make_target(family, seed=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
     num_cycles = {"alone": 0, "with context": 0}
-    for lengths, criteria in (([9], []), ([9, 4, 1], []), ([9, 4, 1], [KeepGoing()])):
+    for lengths, criteria in (([9], []), ([9, 4, 1], []), ([9, 4, 1], [keep_going])):
         for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
-            arguments = {**make_prompts(lengths), "max_new_tokens": 40, "stopping_criteria": criteria, **sampling}
-            torch.manual_seed(0)
-            plain = target.generate(**arguments)
+            arguments = {**make_prompts(lengths), "stopping_criteria": criteria, **sampling}
             for name, options in (("alone", shapes), ("with context", shapes | LOOKUP)):
-                torch.manual_seed(0)
-                drafted = target.generate(
-                    **arguments, **options, assistant_model=drafter, return_dict_in_generate=True
-                )
-                assert torch.equal(drafted.sequences, plain)
+                drafted = equals_plain(target, drafter, drafted=options, **arguments)
                 num_cycles[name] += sum(map(len, drafted.accepted_lengths))
     assert num_cycles["with context"] < 0.9 * num_cycles["alone"], "random targets repeat themselves"
 
@@ -78,16 +49,8 @@ def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, s
 def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
     target = make_target("llama", seed=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
-    prompts = make_prompts([9, 4, 1])
     with observing(trees := Trees()):
-        output = target.generate(
-            **prompts,
-            max_new_tokens=40,
-            do_sample=False,
-            assistant_model=drafter,
-            return_dict_in_generate=True,
-            **LOOKUP,
-        )
+        output = equals_plain(target, drafter, drafted=LOOKUP, lengths=[9, 4, 1])
     half = trees.trees[: len(trees.trees) // 2]
     assert {tree.tokens.shape for tree in half} == {(3, 10)}, "as many nodes as without"
     for tree in trees.trees:
@@ -115,13 +78,8 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
         return plain_draft(self, *args)
 
     monkeypatch.setattr(GumihoDrafter, "draft", draft)
-    arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 100, "do_sample": False, **sampling}
-    torch.manual_seed(0)
-    plain = target.generate(**arguments)
     with observing(trees := Trees()):
-        torch.manual_seed(0)
-        drafted = target.generate(**arguments, assistant_model=drafter, **LOOKUP | {"prompt_lookup_num_tokens": 5})
-    assert torch.equal(drafted, plain)
+        equals_plain(target, drafter, drafted=SHORT, lengths=[9], max_new_tokens=100, **sampling)
     sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
     assert {10, 20} <= set(sizes), "random targets repeat themselves: twice as many, and at most four times"
     last = [size for size in sizes if size < 9]
@@ -134,15 +92,10 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
 def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, Any]) -> None:
     target = make_target("llama", seed=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
-    lookup = LOOKUP | {"prompt_lookup_num_tokens": 5}
     for lengths, max_new_tokens in (([9], 61), ([9], 67), ([9], 73), ([9, 9], 73)):
-        arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens, "do_sample": False}
-        plain = target.generate(**arguments)
+        arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens}
         with observing(trees := Trees()):
-            drafted = target.generate(
-                **arguments, assistant_model=drafter, return_dict_in_generate=True, **lookup, **shapes
-            )
-        assert torch.equal(drafted.sequences, plain)
+            drafted = equals_plain(target, drafter, drafted=SHORT | shapes, **arguments)
         num_tokens, has_runs = 1, False
         for tree, accepted in zip(trees.trees, drafted.accepted_lengths[0], strict=True):
             if (num_drafted := tree.tokens.shape[1] - 1) > 9:
@@ -156,14 +109,11 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = make_target("llama", seed=3)
-    arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 120, "do_sample": False}
-    arguments |= LOOKUP | {"prompt_lookup_num_tokens": 5}
-    plain = target.generate(**make_prompts([9]), max_new_tokens=120, do_sample=False)
 
     def sizes(branching_factor: int) -> list[int]:
         drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
         with observing(trees := Trees()):
-            assert torch.equal(target.generate(**arguments, assistant_model=drafter), plain)
+            equals_plain(target, drafter, drafted=SHORT, lengths=[9], max_new_tokens=120)
         return [tree.tokens.shape[1] - 1 for tree in trees.trees]
 
     def longest_rest(sizes: list[int]) -> int:
@@ -178,31 +128,22 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
 def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:
     target = make_target("llama", seed=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
-    lookup = LOOKUP | {"prompt_lookup_num_tokens": 5}
-    plain = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0, 9:].tolist()
+    text = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0]
 
-    class Bend(LogitsProcessor):
+    def bend(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Forbids the token that comes next, at one place of the text."""
+        is_there = input_ids.shape[1] == 9 + place
+        return scores.index_fill(1, text[9 + place :][:1], -torch.inf) if is_there else scores
 
-        def __init__(self, place: int):
-            self.place = place
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] != 9 + self.place:
-                return scores
-            return scores.index_fill(1, torch.tensor([plain[self.place]]), -torch.inf)
+    def end(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9 + place)
 
     num_runs = 0
     for place in range(30, 90, 7):
-        arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": 100, "do_sample": False}
-        for options in ({"logits_processor": [Bend(place)]}, {"stopping_criteria": [EndsAt(9 + place)]}):
-            expected = target.generate(**arguments, **options, return_dict_in_generate=True, output_logits=True)
+        arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": place + 9, "output_logits": True}
+        for options in ({"logits_processor": [bend]}, {"stopping_criteria": [end]}):
             with observing(trees := Trees()):
-                drafted = target.generate(
-                    **arguments, **options, **lookup, assistant_model=drafter, return_dict_in_generate=True,
-                    output_logits=True,
-                )  # fmt: skip
-            assert torch.equal(drafted.sequences, expected.sequences)
+                expected, drafted = plain_and_drafted(target, drafter, drafted=SHORT, **arguments, **options)
             torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(expected.logits))
             assert drafted[CACHE_NAME].get_seq_length() == expected[CACHE_NAME].get_seq_length()
             num_runs += sum(tree.tokens.shape[1] > 10 for tree in trees.trees)
@@ -230,14 +171,12 @@ def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest
 def test_compiled_cycles_take_drafts_from_the_context() -> None:
     torch.compiler.reset()
     counters.clear()
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=2)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
-    static = {"cache_implementation": "static", "compile_config": config, "assistant_model": drafter, **LOOKUP}
+    static = {"cache_implementation": "static", "compile_config": config, **LOOKUP}
     for seed in range(2):
-        prompt = make_prompts([9 - seed], seed)
-        plain = target.generate(**prompt, max_new_tokens=30, do_sample=False)
-        assert torch.equal(target.generate(**prompt, max_new_tokens=30, do_sample=False, **static), plain)
+        equals_plain(target, drafter, drafted=static, **make_prompts([9 - seed], seed), max_new_tokens=30)
         assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
     torch.compiler.reset()
 
@@ -246,7 +185,7 @@ def test_compiled_cycles_take_drafts_from_the_context() -> None:
 @pytest.mark.parametrize("lengths", [[5], [4, 17, 9]])
 def test_chains_of_targets_that_verify_no_tree(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)
-    equals_plain(target, make_chain_drafter(target), drafted=LOOKUP, **make_prompts(lengths), max_new_tokens=32)
+    equals_plain(target, make_chain_drafter(target), drafted=LOOKUP, lengths=lengths, max_new_tokens=32)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Targets quantized by torchao: what is exact, and what a target that rounds its activations may change."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from demo_pair import FOLDER, load_drafter, load_language_model
+from targets import equals_plain
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from transformers_gumiho import GumihoModel
@@ -12,19 +13,18 @@ from transformers_gumiho import GumihoModel
 
 quantization = pytest.importorskip("torchao.quantization")
 
-DEMO_PAIR = Path(__file__).parents[2] / "examples" / "demo_pair"
 PROMPTS = torch.tensor([list(range(100, 124)), list(range(900, 924))])
 
 
 def load_target(config: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
-        DEMO_PAIR / "target", quantization_config=TorchAoConfig(config), dtype=torch.float32
+        FOLDER / "target", quantization_config=TorchAoConfig(config), dtype=torch.float32
     )
 
 
 @pytest.fixture(scope="module")
 def drafter() -> GumihoModel:
-    return GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", dtype=torch.float32)
+    return load_drafter()
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,11 @@ def drafter() -> GumihoModel:
 )
 def test_quantized_weights_decode_exactly(make_config: Callable[[], object], drafter: GumihoModel) -> None:
     target = load_target(make_config())
-    whole = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "target", dtype=torch.float32)
-    assert not torch.allclose(target(PROMPTS).logits, whole(PROMPTS).logits, atol=1e-2), "it is quantized"
-    settings = {"max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(PROMPTS, **settings)
-    output = target.generate(PROMPTS, **settings, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
+    logits, whole = target(PROMPTS).logits, load_language_model()(PROMPTS).logits
+    assert not torch.allclose(logits, whole, atol=1e-2), "it is quantized"
+    output = equals_plain(target, drafter, input_ids=PROMPTS, max_new_tokens=24)
     assert max(max(lengths) for lengths in output.accepted_lengths) >= 3
-    sampled = []
-    for assistant in ({}, {"assistant_model": drafter}):
-        torch.manual_seed(0)
-        sampled.append(target.generate(PROMPTS[:1], max_new_tokens=24, do_sample=True, **assistant))
-    assert torch.equal(*sampled)
+    equals_plain(target, drafter, input_ids=PROMPTS[:1], max_new_tokens=24, do_sample=True)
 
 
 def test_quantized_activations_commit_tokens_the_target_chose(drafter: GumihoModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from chains import CHAIN_FAMILIES, make_chain_target
-from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from targets import VOCAB_SIZE, Pair, equals_plain, make_drafter, make_prompts, make_target
 from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -112,7 +112,7 @@ def test_every_row_holds_the_entries_of_all_its_tokens(
     assert num_ended_before > 4
 
 
-def make_phi(family: str, rope_type: str) -> tuple[PreTrainedModel, GumihoModel]:
+def make_phi(family: str, rope_type: str) -> Pair:
     """A pair whose target drops caches of at most 16 tokens once the text is longer."""
     torch.manual_seed(0)
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0, "short_mscale": 1.0}
@@ -137,11 +137,7 @@ def test_target_that_drops_a_short_cache(family: str, rope_type: str) -> None:
     """A prompt beyond the switch of Phi's rotary embedding goes into a cache that the target makes itself."""
     target, drafter = make_phi(family, rope_type)
     for lengths, chunk_size in (([20, 20], None), ([24, 19], None), ([20, 20], 10), ([24, 19], 17)):
-        texts = []
-        for assistant in (None, drafter):
-            settings = {"max_new_tokens": 16, "do_sample": False, "prefill_chunk_size": chunk_size}
-            texts.append(target.generate(**make_prompts(lengths), **settings, assistant_model=assistant))
-        assert torch.equal(*texts)
+        equals_plain(target, drafter, lengths=lengths, max_new_tokens=16, prefill_chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("rope_type", ["longrope", "default"])

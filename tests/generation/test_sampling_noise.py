@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from targets import make_drafter, make_prompts, make_target
-from transformers import LogitsProcessor, MaxLengthCriteria, StopStringCriteria
+from targets import equals_plain, make_drafter, make_prompts, make_target
+from transformers import MaxLengthCriteria, StopStringCriteria
 
 from transformers_gumiho.generation import token_choice, token_draws
 from transformers_gumiho.generation.token_draws import TokenDraws, can_preview_multinomial
@@ -231,24 +231,11 @@ def test_batches_sample_the_text_of_the_seed(
                 **make_prompts(lengths), "max_new_tokens": 60, "do_sample": True, "eos_token_id": [7, 11, 12, 13],
                 "pad_token_id": 0, **warpers,
             }  # fmt: skip
-            torch.manual_seed(seed)
-            plain, next_number = target.generate(**arguments), torch.rand(1)
-            torch.manual_seed(seed)
-            output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
-            assert torch.equal(output.sequences, plain)
-            assert torch.equal(torch.rand(1), next_number), "what is drawn after it is what is drawn after it in plain"
+            output = equals_plain(target, drafter, seed, **arguments)
             ended |= {sum(row) for row in output.accepted_lengths}
             parted += len({len(row) for row in output.accepted_lengths}) > 1
     assert len(ended) > 8
     assert parted > 2
-
-
-class InAnotherPrecision(LogitsProcessor):
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.to(self.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -256,13 +243,12 @@ class InAnotherPrecision(LogitsProcessor):
 def test_scores_in_another_precision_sample_the_text_of_the_seed(lengths: list[int], dtype: torch.dtype) -> None:
     """Which is drawn with other random numbers."""
     target = make_target(seed=3)
-    found = []
-    for assistant in ({}, {"assistant_model": make_drafter(target)}):
-        torch.manual_seed(0)
-        arguments = {**make_prompts(lengths), "max_new_tokens": 30, "do_sample": True, **assistant}
-        text = target.generate(**arguments, logits_processor=[InAnotherPrecision(dtype)])
-        found.append((text, torch.rand(1)))
-    assert all(map(torch.equal, *found))
+
+    def convert(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to(dtype)
+
+    settings = {**make_prompts(lengths), "do_sample": True, "logits_processor": [convert]}
+    equals_plain(target, make_drafter(target), **settings)
 
 
 def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,14 +266,9 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
     drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
     target.generation_config.eos_token_id = None
     for seed in range(4):
-        found = []
-        for assistant in ({}, {"assistant_model": drafter}):
-            torch.manual_seed(seed)
-            arguments = {**make_prompts([9, 4, 1]), "max_new_tokens": 60, "do_sample": True, **assistant}
-            text = target.generate(**arguments, stopping_criteria=[EndsAtToken()])
-            found.append((text, torch.rand(1)))
-        assert found[0][0].shape[1] < 69
-        assert all(map(torch.equal, *found))
+        arguments = {**make_prompts([9, 4, 1]), "max_new_tokens": 60, "do_sample": True}
+        output = equals_plain(target, drafter, seed, **arguments, stopping_criteria=[EndsAtToken()])
+        assert output.sequences.shape[1] < 69
 
 
 def test_no_noise_where_a_generator_cannot_be_copied() -> None:
@@ -314,12 +295,8 @@ def test_a_drafter_that_agrees_with_the_target_drafts_what_is_drawn(
         **make_prompts(lengths), "do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 41,
         "cache_implementation": cache_implementation,
     }  # fmt: skip
-    torch.manual_seed(0)
-    plain = target.generate(**arguments)
-    torch.manual_seed(0)
-    output = target.generate(**arguments, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain)
-    assert len(set(plain[0].tolist())) > 20, "the tokens must be random"
+    output = equals_plain(target, drafter, **arguments)
+    assert len(set(output.sequences[0].tolist())) > 20, "the tokens must be random"
     assert output.accepted_lengths == [[8] * 5] * len(lengths)
 
 

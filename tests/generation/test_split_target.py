@@ -43,7 +43,7 @@ def test_tensor_parallel_target(tmp_path: Path) -> None:
     for result in results.values():
         assert result["drafted"] == result["plain"]
         assert result["tau"] > 1
-    whole = target.generate(**make_prompts([6]), max_new_tokens=40, do_sample=False)
+    whole = target.generate(**make_prompts([6]), max_new_tokens=20, do_sample=False)
     assert results["greedy"]["plain"] == whole.tolist()
 
 
@@ -100,9 +100,9 @@ def test_target_split_by_a_device_map(embedding: str, head: str, tmp_path: Path)
         drafter = make_drafter(whole, **settings)
         for lengths in ([6], [6, 3]):
             prompts = make_prompts(lengths)
-            plain = whole.generate(**prompts, max_new_tokens=40, do_sample=False)
+            plain = whole.generate(**prompts, max_new_tokens=20, do_sample=False)
             output = target.generate(
-                **prompts, max_new_tokens=40, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
+                **prompts, max_new_tokens=20, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
             )
             assert torch.equal(output.sequences, plain)
             assert max(output.accepted_lengths[0]) > 1

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from targets import FAMILIES, WINDOW, equals_plain, make_drafter, make_prompts, make_target
+from targets import FAMILIES, WINDOW, Pair, equals_plain, make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import GenerationObserver, observing
@@ -21,7 +21,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_pen
 SMALL = {"num_assistant_tokens": 12, "num_layers": 1}
 
 
-def make_pair(family: str = "llama", **settings: Any) -> tuple[PreTrainedModel, GumihoModel]:
+def make_pair(family: str = "llama", **settings: Any) -> Pair:
     target = make_target(family, num_layers=2 if "num_layers" in settings else 3)
     if family == "gemma2":
         target = target.float()  # see test_families
@@ -79,13 +79,13 @@ def test_cache_can_be_continued_from() -> None:
     ("family", "settings"),
     [
         ("llama", {}),
-        ("gemma3", SMALL | {"branching_factor": 3, "target_layer_ids": [0, 1]}),
-        ("gpt2", SMALL | {"transition_rank": 3}),
+        ("gemma3", {"branching_factor": 3, "target_layer_ids": [0, 1]}),
+        ("gpt2", {"transition_rank": 3}),
     ],
     ids=["llama", "gemma3-layers", "gpt2-transitions"],
 )
 def test_stages_are_compiled_once(family: str, settings: dict[str, Any]) -> None:
-    target, drafter = make_pair(family, **settings)
+    target, drafter = make_pair(family, **SMALL, **settings)
     static = {"cache_implementation": "static", "compile_config": compile_config("eager")}
 
     def check(lengths: list[int], seed: int, **sampling: object) -> None:
@@ -184,16 +184,10 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_forget_compiled")
 def test_inductor_equals_compiled_plain() -> None:
     # Small, as a CPU compiles for long.
-    config = FAMILIES["llama"]()
-    config.num_hidden_layers = 1
-    torch.manual_seed(0)
-    target = LlamaForCausalLM(config).double().eval()
+    target = make_target(num_layers=1)
     drafter = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=1, num_residual_blocks=1)
     drafter.generation_config.update(num_assistant_tokens=24, branching_factor=4)
     static = {"cache_implementation": "static", "compile_config": compile_config("inductor")}
     for seed in range(2):
-        prompt = make_prompts([9], seed)
-        plain = target.generate(**prompt, max_new_tokens=24, do_sample=False, **static)
-        drafted = target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter, **static)
-        assert torch.equal(drafted, plain)
+        equals_plain(target, drafter, **make_prompts([9], seed), max_new_tokens=24, **static)
     assert counters["inductor"], "nothing went through inductor"

@@ -9,7 +9,7 @@ from chains import make_chain_target
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from targets import make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_prompts, make_target
 from transformers import LlamaConfig
 
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -43,11 +43,8 @@ def test_text_equals_plain(layer_ids: list[int], lengths: list[int], generation:
     target = make_target()
     drafter = make_drafter(target, target_layer_ids=layer_ids, num_assistant_tokens=20)
     arguments = {**make_prompts(lengths), "max_new_tokens": 30, **generation}
-    torch.manual_seed(3)
-    plain = target.generate(**arguments)
-    for kwargs in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 2}):
-        torch.manual_seed(3)
-        assert torch.equal(target.generate(**arguments, assistant_model=drafter, **kwargs), plain)
+    for drafted in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 2}):
+        equals_plain(target, drafter, seed=3, drafted=drafted, **arguments)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "bloom"])
@@ -57,9 +54,7 @@ def test_targets_that_verify_chains(family: str) -> None:
     drafter = make_drafter(target, target_layer_ids=[0, last])
     inputs = Inputs(drafter)
     for lengths in ([5], [3, 6]):
-        arguments = {**make_prompts(lengths), "max_new_tokens": 20, "do_sample": False}
-        text = target.generate(**arguments, assistant_model=drafter)
-        assert torch.equal(text, target.generate(**arguments))
+        text = equals_plain(target, drafter, lengths=lengths, max_new_tokens=20).sequences
         if len(lengths) == 1:
             with torch.no_grad():
                 expected = as_read(FeatureReader(target, TargetLayers((0, last))).read(text).target_states)

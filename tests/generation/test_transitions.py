@@ -108,7 +108,7 @@ def test_text_equals_plain(settings: dict[str, Any], generation: dict[str, Any])
 def test_rows_and_fixed_shapes_equal_plain(cache: str) -> None:
     target, drafted = make_target(), {"cache_implementation": cache, "disable_compile": True}
     drafter = make_drafter(target, num_assistant_tokens=20)
-    equals_plain(target, drafter, drafted=drafted, **make_prompts([3, 6, 4]), max_new_tokens=20)
+    equals_plain(target, drafter, drafted=drafted, lengths=[3, 6, 4], max_new_tokens=20)
 
 
 def test_transitions_are_trained_alone(tmp_path: Path) -> None:

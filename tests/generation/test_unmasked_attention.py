@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
-from targets import make_drafter, make_prompts, make_target, passes_of
+from targets import equals_plain, make_drafter, make_prompts, make_target, passes_of
 from torch import nn
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -90,17 +90,13 @@ def test_trees_are_verified_by_masked_attention(
 ) -> None:
     flash, target = register(name), load_with(name, make_target())
     drafter, prompts = make_drafter(make_target(), num_assistant_tokens=20), make_prompts(lengths)
-    for sampling in ({"do_sample": False}, {"do_sample": True}):
-        torch.manual_seed(0)
-        plain = target.generate(**prompts, max_new_tokens=24, **sampling)
+    for do_sample in (False, True):
         flash.passes.clear()
-        torch.manual_seed(0)
-        output = target.generate(
-            **prompts, max_new_tokens=24, **sampling, assistant_model=drafter, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, plain)
+        output = equals_plain(target, drafter, **prompts, max_new_tokens=24, do_sample=do_sample)
         assert max(output.accepted_lengths[0]) > 1
-        assert flash.passes == {9: target.config.num_hidden_layers}, "the prompt alone"
+        # Plain decoding runs the prompt and 23 tokens, and drafted decoding the prompt alone.
+        num_layers = target.config.num_hidden_layers
+        assert flash.passes == {9: 2 * num_layers, 1: 23 * num_layers}
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "qwen2_mixed"])
@@ -130,21 +126,14 @@ def test_an_option_decides_and_not_the_family(register: Callable[[str], FlashAtt
     target = load_with("flash_attention_2", make_target("gemma3"))
     for layer in target.model.layers:
         layer.self_attn.attn_logit_softcapping = 2.0
-    drafter, prompts = make_drafter(target, num_assistant_tokens=20), make_prompts([9])
-    plain = target.generate(**prompts, max_new_tokens=24, do_sample=False)
-    assert torch.equal(target.generate(**prompts, max_new_tokens=24, do_sample=False, assistant_model=drafter), plain)
+    drafter = make_drafter(target, num_assistant_tokens=20)
+    equals_plain(target, drafter, lengths=[9], max_new_tokens=24)
 
 
 def test_chains_stay_with_the_own_kernel(register: Callable[[str], FlashAttention]) -> None:
     flash, target = register("flash_attention_2"), load_with("flash_attention_2", make_chain_target("lfm2"))
-    prompts = make_prompts([9])
-    plain = target.generate(**prompts, max_new_tokens=24, do_sample=False)
-    flash.passes.clear()
-    drafted = target.generate(
-        **prompts, max_new_tokens=24, do_sample=False, assistant_model=make_chain_drafter(target)
-    )
-    assert torch.equal(drafted, plain)
-    assert sum(flash.passes.values()) > 1
+    equals_plain(target, make_chain_drafter(target), lengths=[9], max_new_tokens=24)
+    assert {num_queries for num_queries in flash.passes if num_queries not in (1, 9)}, "chains, too"
 
 
 def test_other_threads_keep_the_own_kernel(register: Callable[[str], FlashAttention]) -> None:

@@ -2,160 +2,82 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import partly_right_drafts as drafts
-import tiny_configs
 import torch
 from targets import LARGE_TREES
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    BambaConfig,
-    BloomConfig,
-    DeepseekV4Config,
-    FalconConfig,
-    FalconH1Config,
-    GlmMoeDsaConfig,
-    GPTNeoConfig,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    Mamba2Config,
-    MambaConfig,
-    MiniMaxConfig,
-    MptConfig,
-    NemotronHConfig,
-    OlmoHybridConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-)
+from tiny_configs import VOCAB_SIZE, small_config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 
 
-VOCAB_SIZE = 24
-_TOKENS: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.4,
-}
-_COMMON = _TOKENS | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-# Chunks shorter than some passes.
-_MAMBA2 = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-}
+# Fewer layers than these configs have otherwise, each kind of them all the same.
+_OF_THREE = partial(small_config, num_hidden_layers=3)
+_LINEAR = partial(_OF_THREE, layer_types=["linear_attention", "full_attention", "linear_attention"])
 
 CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3_next": lambda: Qwen3NextConfig(**_COMMON, **_LINEAR, head_dim=8, num_experts=0, mlp_only_layers=[0, 1, 2]),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**_COMMON, **_LINEAR, head_dim=8),
-    "lfm2": lambda: Lfm2Config(**_COMMON, layer_types=["conv", "full_attention", "conv"]),
-    "falcon_h1": lambda: FalconH1Config(**_COMMON, **_MAMBA2, mamba_d_ssm=64),
-    "granite_hybrid": lambda: GraniteMoeHybridConfig(
-        **_COMMON, **_MAMBA2, layer_types=["mamba", "attention", "mamba"], shared_intermediate_size=48,
-        num_local_experts=0,
+    "qwen3_next": partial(_LINEAR, "qwen3_next", num_experts=0, mlp_only_layers=[0, 1, 2]),
+    "qwen3_5": partial(_LINEAR, "qwen3_5_text"),
+    "lfm2": partial(_OF_THREE, "lfm2", layer_types=["conv", "full_attention", "conv"]),
+    "falcon_h1": partial(_OF_THREE, "falcon_h1"),
+    "granite_hybrid": partial(
+        _OF_THREE, "granitemoehybrid", layer_types=["mamba", "attention", "mamba"], num_local_experts=0
     ),
-    "olmo_hybrid": lambda: OlmoHybridConfig(**_COMMON, **_LINEAR),
-    "bamba": lambda: BambaConfig(**_COMMON, **_MAMBA2, attn_layer_indices=[1]),
-    "bloom": lambda: BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
-    "mpt": lambda: MptConfig(**_TOKENS, d_model=32, n_layers=3, n_heads=4, max_seq_len=256),
-    "falcon_alibi": lambda: FalconConfig(
-        **_TOKENS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, alibi=True
+    "olmo_hybrid": partial(_LINEAR, "olmo_hybrid"),
+    "bamba": partial(_OF_THREE, "bamba", attn_layer_indices=[1]),
+    "bloom": partial(small_config, "bloom", n_layer=3),
+    "mpt": partial(small_config, "mpt", n_layers=3),
+    "falcon_alibi": partial(_OF_THREE, "falcon", alibi=True, num_kv_heads=4, ffn_hidden_size=128),
+    "gpt_neo": partial(
+        small_config, "gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]],
+        attention_layers=["global", "local"],
     ),
-    "gpt_neo": lambda: GPTNeoConfig(
-        **_TOKENS, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
-        window_size=6, max_position_embeddings=256,
+    "llama4": partial(
+        _OF_THREE, "llama4_text", layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        num_local_experts=2, num_experts_per_tok=1,
     ),
-    "llama4": lambda: Llama4TextConfig(
-        **_COMMON, intermediate_size_mlp=48, num_experts_per_tok=1, head_dim=8, num_local_experts=2,
-        attention_chunk_size=12,
-        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
-    ),
-    "mamba2": lambda: Mamba2Config(
-        **_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1,
-        chunk_size=16,
-    ),
+    "mamba2": partial(small_config, "mamba2", num_hidden_layers=2),
     # The states lie beside the layers of a cache of its own class.
     "minimax": lambda: minimax_config(["full_attention", "linear_attention", "full_attention"]),
     # The keys that each token attends to are chosen by an index.
-    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
-        **_COMMON | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
-        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, index_topk=8, index_head_dim=8, index_n_heads=16,
-        mlp_layer_types=["dense", "dense", "dense"],
+    "glm_moe_dsa": partial(
+        _OF_THREE, "glm_moe_dsa", layer_types=3 * ["indexed_attention"], mlp_layer_types=3 * ["dense"]
     ),
 }  # fmt: skip
 
 
-def deepseek_v4_config() -> PreTrainedConfig:
-    """Windows, and what lies behind them compressed: two tokens to one, or four."""
-    return DeepseekV4Config(
-        **_COMMON | {"num_hidden_layers": 4, "num_key_value_heads": 1}, moe_intermediate_size=16, n_routed_experts=4,
-        num_experts_per_tok=2, head_dim=8, q_lora_rank=16, o_lora_rank=16, o_groups=1, sliding_window=6, index_topk=8,
-        index_head_dim=8, index_n_heads=16, hc_mult=2,
-        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
-    )  # fmt: skip
-
-
 def minimax_config(layer_types: list[str]) -> PreTrainedConfig:
     """Blocks shorter than some prompts."""
-    return MiniMaxConfig(
-        **_COMMON, head_dim=8, layer_types=layer_types, block_size=16, num_local_experts=2, num_experts_per_tok=1
-    )
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return _OF_THREE("minimax", layer_types=layer_types, block_size=16, head_dim=8, **tokens, **experts)
 
 
 # Families whose pass over several tokens is not, in transformers, that over one after the other.
 INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     # Only the pass over several tokens bounds the time step from below (`time_step_min`).
-    "nemotron_h": lambda: NemotronHConfig(
-        **_COMMON, layers_block_type=["mamba", "attention", "mamba"], mamba_num_heads=4, mamba_head_dim=16,
-        n_groups=1, chunk_size=16, ssm_state_size=8, head_dim=8,
-    ),
+    "nemotron_h": partial(small_config, "nemotron_h", layers_block_type=["mamba", "attention", "mamba"]),
     # The pass over several tokens begins with an empty state.
-    "jamba": lambda: JambaConfig(
-        **_COMMON, attn_layer_period=2, attn_layer_offset=1, num_experts=1, num_experts_per_tok=1, mamba_d_state=8,
-        mamba_dt_rank=4,     ),
-    "mamba": lambda: MambaConfig(**_TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8),
-}  # fmt: skip
+    "jamba": partial(_OF_THREE, "jamba", num_experts=1, num_experts_per_tok=1),
+    "mamba": partial(small_config, "mamba", num_hidden_layers=2),
+}
 
 if "dory" in CONFIG_MAPPING:  # since 5.24
     # Tokens of one pass see what an earlier loop computes for each other, and those behind it what the last one did.
-    INEXACT_FAMILIES["dory"] = partial(tiny_configs.small_config, "dory", recurrent_kv_cache_mode="last_loop")
+    INEXACT_FAMILIES["dory"] = partial(small_config, "dory", recurrent_kv_cache_mode="last_loop")
 
 # Families that are exact where nothing is padded.
 PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "deepseek_v4": deepseek_v4_config,
+    # Windows, and what lies behind them compressed: two tokens to one, or four.
+    "deepseek_v4": partial(small_config, "deepseek_v4"),
     # Each token attends to blocks of four keys, which an index of its own in the cache chooses.
-    "minimax_m3": partial(tiny_configs.small_config, "minimax_m3_vl_text"),
+    "minimax_m3": partial(small_config, "minimax_m3_vl_text"),
 }
 
 # Families whose states lie in no cache.
 BARE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    family: partial(tiny_configs.small_config, family) for family in ("rwkv", "xlstm")
+    family: partial(small_config, family) for family in ("rwkv", "xlstm")
 }
 
 

@@ -1,6 +1,18 @@
-"""Reading draft trees node by node."""
+"""The draft trees of a generation, and reading them node by node."""
 
+from transformers_gumiho.generation.observers import GenerationObserver
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.generation.tree.walk import AcceptedPath
+
+
+class Trees(GenerationObserver):
+    """Keeps the tree of every cycle."""
+
+    def __init__(self) -> None:
+        self.trees: list[DraftTree] = []
+
+    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+        self.trees.append(tree)
 
 
 def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:

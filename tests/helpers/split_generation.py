@@ -42,7 +42,7 @@ def split_tensors(folder: Path) -> dict[str, Any]:
         for assistant in (None, drafter):
             torch.manual_seed(0)
             output = target.generate(
-                **make_prompts(lengths), max_new_tokens=40, return_dict_in_generate=True, assistant_model=assistant,
+                **make_prompts(lengths), max_new_tokens=20, return_dict_in_generate=True, assistant_model=assistant,
                 **settings,
             )  # fmt: skip
             texts.append(output.sequences.tolist())

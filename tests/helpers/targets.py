@@ -1,6 +1,6 @@
 """Tiny random targets of many families, and drafters for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from transformers import (
 from transformers_gumiho import GumihoModel
 
 
+# A target and a drafter for it.
+Pair = tuple[PreTrainedModel, GumihoModel]
 VOCAB_SIZE = 8
 LARGE_TREES = {"num_assistant_tokens": 63, "branching_factor": 14, "break_even": 0.01}
 WINDOW = 6
@@ -122,7 +124,7 @@ def make_drafter(
     return drafter
 
 
-def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+def make_prompts(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     """Returns random prompts of these lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
@@ -134,21 +136,38 @@ def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def equals_plain(
-    target: PreTrainedModel, drafter: GumihoModel, seed: int = 0, drafted: dict[str, Any] | None = None, **kwargs: Any
-) -> Any:
+def plain_and_drafted(
+    target: PreTrainedModel,
+    drafter: Any,
+    seed: int = 0,
+    drafted: dict[str, Any] | None = None,
+    lengths: Sequence[int] = (5,),
+    **kwargs: Any,
+) -> list[Any]:
     """
-    Asserts that a drafted text is the plain one of the same seed, greedy by default; returns the drafted output.
-    `drafted` holds arguments of drafted generation alone.
+    Asserts that plain and drafted decoding write one text for the same arguments and seed, and leave the random
+    generator in one state; returns both outputs.
+
+    Args:
+        drafted: Arguments of the drafted call alone.
+        lengths: Of random prompts, unless there is another one in `kwargs`.
+        kwargs: Arguments of both calls, which are greedy and write 40 tokens by default.
     """
-    prompt = {} if {"input_ids", "inputs_embeds"} & {*kwargs} else make_prompts([5])
+    prompt = {} if {"input_ids", "inputs_embeds"} & {*kwargs} else make_prompts(lengths)
     kwargs = {**prompt, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True} | kwargs
-    outputs = []
+    outputs, states = [], []
     for extra in ({}, {"assistant_model": drafter} | (drafted or {})):
         torch.manual_seed(seed)
         outputs.append(target.generate(**kwargs, **extra))
+        states.append(torch.get_rng_state())
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    return outputs[1]
+    assert torch.equal(*states)
+    return outputs
+
+
+def equals_plain(target: PreTrainedModel, drafter: Any, *args: Any, **kwargs: Any) -> Any:
+    """Asserts what `plain_and_drafted` asserts; returns the drafted output."""
+    return plain_and_drafted(target, drafter, *args, **kwargs)[1]
 
 
 def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:

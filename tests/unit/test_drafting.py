@@ -12,15 +12,8 @@ import torch
 from draft_trees import paths_of
 from drafting_oracle import make_generator, scores_of_paths, states_of
 from targets import equals_plain, make_drafter, make_prompts, make_target
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from tiny_configs import small_config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoModel
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
@@ -29,22 +22,29 @@ from transformers_gumiho.generation.verification.session import CommittedTokens
 from transformers_gumiho.generation.verification.target_states import output_head
 
 
-TINY = {
-    "vocab_size": 8,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.5,
-}
-
-
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+def make_two_heads(target: PreTrainedModel, **fields: Any) -> GumihoModel:
+    """Returns a drafter of two random parallel heads with these fields of its config."""
+    torch.manual_seed(0)
+    drafter = GumihoModel.from_target(target, num_parallel_heads=2, **fields).eval()
+    for module in (drafter.mlp, drafter.transition or torch.nn.Module()):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def committed(target: PreTrainedModel, ids: torch.Tensor, start: int = 1, end: int | None = None) -> CommittedTokens:
+    """Returns the tokens `ids` `(B, T)` from `start` to `end`, with the states before them."""
+    tokens = ids[:, start:end]
+    places = slice(start - 1, start - 1 + tokens.shape[1])
+    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    lengths = [tokens.shape[1]] * len(ids)
+    return CommittedTokens(tokens, states_of(target, ids)[:, places], positions[:, places], lengths)
 
 
 def check_scores(
@@ -68,57 +68,31 @@ def test_tree_holds_the_best_paths_of_all_recombinations(
     num_serial_tokens: int, tree_depth: int, draft_temperature: float | list[float], transition_rank: int
 ) -> None:
     target = make_target(vocab_size=4)
-    torch.manual_seed(0)
-    drafter = GumihoModel.from_target(
-        target, num_serial_tokens=num_serial_tokens, num_parallel_heads=2, transition_rank=transition_rank
-    ).eval()
-    for module in (drafter.mlp, drafter.transition or torch.nn.Module()):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
+    drafter = make_two_heads(target, num_serial_tokens=num_serial_tokens, transition_rank=transition_rank)
     # With every token kept at each serial step, all serial prefixes are there to be recombined with.
-    for name, value in {
-        "tree_depth": tree_depth,
-        "branching_factor": 4**num_serial_tokens,
-        "num_assistant_tokens": 200,
-        "draft_temperature": draft_temperature,
-    }.items():
-        setattr(drafter.generation_config, name, value)
-    lengths = [4, 7]
-    ids = [make_prompts([length], seed=length)["input_ids"] % 4 for length in lengths]
+    drafter.generation_config.update(
+        tree_depth=tree_depth, branching_factor=4**num_serial_tokens, num_assistant_tokens=200,
+        draft_temperature=draft_temperature,
+    )  # fmt: skip
     # Two rounds, the second on top of a cache, with tokens that were committed in between.
-    for row_ids in ids:
+    for length in (4, 7):
+        ids = make_prompts([length], seed=length)["input_ids"] % 4
         generator = make_generator(target, drafter, 1)
-        first = row_ids.shape[1] - 2
-        states = states_of(target, row_ids)
-        positions = torch.arange(row_ids.shape[1])[None]
-        for tokens, places in ((row_ids[:, 1:first], slice(first - 1)), (row_ids[:, first:], slice(first - 1, -1))):
-            lengths_of_rows = [tokens.shape[1]]
-            tree = generator.draft_tree(
-                CommittedTokens(tokens, states[:, places], positions[:, places], lengths_of_rows)
-            )
-        check_scores(target, drafter, row_ids, tree)
+        generator.draft_tree(committed(target, ids, end=length - 2))
+        tree = generator.draft_tree(committed(target, ids, start=length - 2))
+        check_scores(target, drafter, ids, tree)
 
 
 @pytest.mark.parametrize("transition_rank", [0, 3])
 def test_paths_are_scored_under_noise_whatever_the_order_of_the_draft_vocabulary(transition_rank: int) -> None:
     target, ids = make_target(vocab_size=4), make_prompts([6], seed=6)["input_ids"] % 4
-    torch.manual_seed(0)
-    drafter = GumihoModel.from_target(target, num_parallel_heads=2, transition_rank=transition_rank).eval()
-    for module in (drafter.mlp, drafter.transition or torch.nn.Module()):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    settings = {
-        "tree_depth": 4,
-        "branching_factor": 16,
-        "num_assistant_tokens": 60,
-        "draft_temperature": [0.6, 2.0, 0.8],
-    }
-    for name, value in settings.items():
-        setattr(drafter.generation_config, name, value)
+    drafter = make_two_heads(target, transition_rank=transition_rank)
+    drafter.generation_config.update(
+        tree_depth=4, branching_factor=16, num_assistant_tokens=60, draft_temperature=[0.6, 2.0, 0.8]
+    )
     noise = -(-torch.rand(4, 4).log()).log()
     generator = make_generator(target, drafter, 1, noise[None], 0.7, torch.tensor([2, 0, 3, 1]))
-    states, positions = states_of(target, ids)[:, :-1], torch.arange(5)[None]
-    tree = generator.draft_tree(CommittedTokens(ids[:, 1:], states, positions, [5]))
+    tree = generator.draft_tree(committed(target, ids))
     check_scores(target, drafter, ids, tree, noise, 0.7)
 
 
@@ -152,10 +126,10 @@ def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        GraniteConfig(logits_scaling=8.0, **TINY),
-        CohereConfig(logit_scale=0.0625, **TINY),
-        Gemma2Config(final_logit_softcapping=2.0, head_dim=8, **TINY),
-        LlamaConfig(**TINY),
+        small_config("granite", logits_scaling=8.0),
+        small_config("cohere", logit_scale=0.0625),
+        small_config("gemma2", final_logit_softcapping=2.0),
+        small_config("llama"),
     ],
     ids=lambda config: config.model_type,
 )
@@ -209,21 +183,16 @@ def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.Monkey
 
 def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended() -> None:
     target = make_target()
-    branching_factor = 3
-    drafter = make_drafter(
-        target, full_tree_attention=False, branching_factor=branching_factor, num_assistant_tokens=63
-    )
+    drafter = make_drafter(target, full_tree_attention=False, branching_factor=3)
     ids = make_prompts([6])["input_ids"]
-    generator = make_generator(target, drafter, 1)
-    positions = torch.arange(5)[None]
-    tree = generator.draft_tree(CommittedTokens(ids[:, 1:], states_of(target, ids)[:, :-1], positions, [5]))
+    tree = make_generator(target, drafter, 1).draft_tree(committed(target, ids))
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
     for depth in range(1, 7):
         extended = {parents[node] for node in range(1, len(parents)) if depths[node] == depth + 1}
         at_depth = [node for node in range(1, len(parents)) if depths[node] == depth]
         # Nodes are in the order of their scores.
-        assert extended <= set(at_depth[:branching_factor])
-        assert all(parents.count(node) <= branching_factor for node in at_depth)
+        assert extended <= set(at_depth[:3])
+        assert all(parents.count(node) <= 3 for node in at_depth)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +236,7 @@ def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:
     trees = []
     for temperature in (0.7, [0.7], [0.7] * 9):
         drafter = make_drafter(target, num_assistant_tokens=40, draft_temperature=temperature)
-        generator = make_generator(target, drafter, 2)
-        positions = torch.arange(5).expand(2, -1)
-        states = states_of(target, batch)[:, :-1]
-        trees.append(generator.draft_tree(CommittedTokens(batch[:, 1:], states, positions, [5, 5])))
+        trees.append(make_generator(target, drafter, 2).draft_tree(committed(target, batch)))
     for tree in trees[1:]:
         assert torch.equal(tree.tokens, trees[0].tokens)
         assert torch.equal(tree.parents, trees[0].parents)

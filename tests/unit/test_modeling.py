@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import transformers_gumiho
-from transformers_gumiho import GumihoConfig, GumihoModel
+from transformers_gumiho import GumihoConfig, GumihoModel, GumihoOutput
 from transformers_gumiho.generation import hooks
 from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
@@ -42,6 +42,16 @@ def make_inputs(batch_size: int = 2, num_tokens: int = 9) -> dict[str, torch.Ten
         "input_ids": torch.randint(0, VOCAB_SIZE, (batch_size, num_tokens), generator=generator),
         "hidden_states": torch.randn(batch_size, num_tokens, HIDDEN_SIZE, generator=generator),
     }
+
+
+def assert_same(found: GumihoOutput, expected: GumihoOutput, start: int = 0) -> None:
+    """Compares all features, those of `found` from a position on."""
+    close = torch.testing.assert_close
+    close(found.serial_features[:, start:], expected.serial_features)
+    close(found.parallel_features[:, :, start:], expected.parallel_features)
+    pairs = zip(found.unrolled_features or (), expected.unrolled_features or (), strict=True)
+    for ours, theirs in pairs:
+        close(ours[:, start:], theirs)
 
 
 def test_config_given_by_folder_loads_weights_without_one(tmp_path: Path) -> None:
@@ -264,10 +274,7 @@ def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
     packed = model(**inputs, position_ids=positions, unroll=unroll)
     alone = model(inputs["input_ids"][:, 4:], inputs["hidden_states"][:, 4:], unroll=unroll)
-    torch.testing.assert_close(packed.serial_features[:, 4:], alone.serial_features)
-    torch.testing.assert_close(packed.parallel_features[:, :, 4:], alone.parallel_features)
-    for ours, theirs in zip(packed.unrolled_features or (), alone.unrolled_features or (), strict=True):
-        torch.testing.assert_close(ours[:, 4:], theirs)
+    assert_same(packed, alone, start=4)
 
 
 def test_unrolling_refuses_a_cache() -> None:
@@ -337,11 +344,8 @@ def test_left_padding_changes_nothing(unroll: bool) -> None:
     mask = torch.tensor([[0] * 3 + [1] * 9])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = model(**padded, attention_mask=mask, position_ids=positions, unroll=unroll)
-    torch.testing.assert_close(output.serial_features[:, 3:], alone.serial_features)
-    torch.testing.assert_close(output.parallel_features[:, :, 3:], alone.parallel_features)
-    for found, expected in zip(output.unrolled_features or (), alone.unrolled_features or (), strict=True):
-        torch.testing.assert_close(found[:, 3:], expected)
-        assert torch.isfinite(found).all()
+    assert_same(output, alone, start=3)
+    assert all(torch.isfinite(features).all() for features in output.unrolled_features or ())
 
 
 def test_sdpa_equals_eager() -> None:
@@ -351,8 +355,7 @@ def test_sdpa_equals_eager() -> None:
         model.set_attn_implementation(implementation)
         assert attention_implementation(model.layers[0].self_attn.config) == implementation
         outputs.append(model(**inputs))
-    torch.testing.assert_close(outputs[0].serial_features, outputs[1].serial_features)
-    torch.testing.assert_close(outputs[0].parallel_features, outputs[1].parallel_features)
+    assert_same(*outputs)
 
 
 def test_attentions_and_hidden_states() -> None:

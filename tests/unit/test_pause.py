@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import demo_pair
 import pytest
 import tiny_configs
 import torch
@@ -131,20 +132,21 @@ def test_a_decoder_that_is_not_where_its_class_says_counts_fully() -> None:
     config = tiny_configs.small_config("modernbert-decoder")
     target = AutoModelForCausalLM.from_config(config)
     drafter = GumihoModel.from_target(target, intermediate_size=24)
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
     # Its output projection alone would make a drafter more than ten times as large as the target.
-    assert estimate_break_even(target, drafter, settings, 1) < 5
+    assert estimate(target, drafter) < 5
+
+
+def estimate(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -> float:
+    """Returns the break-even of a pair with the drafter's own settings."""
+    own = drafter.generation_config
+    settings = DraftingSettings.from_generation_config(own, drafter.config, None, num_rows)
+    return estimate_break_even(target, drafter, settings, num_rows)
 
 
 def test_the_estimate_of_the_demo_pair() -> None:
-    folder = ROOT / "examples" / "demo_pair"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    shipped = GumihoModel.from_pretrained(folder / "gumiho", dtype=torch.float32)
-    settings = DraftingSettings.from_generation_config(shipped.generation_config, shipped.config, None)
-    assert estimate_break_even(target, shipped, settings, 1) == pytest.approx(1.716, abs=1e-3)
-    new = GumihoModel.from_target(target)
-    settings = DraftingSettings.from_generation_config(new.generation_config, new.config, None, 4)
-    assert estimate_break_even(target, new, settings, 4) == pytest.approx(1.825, abs=1e-3)
+    target = demo_pair.load_language_model()
+    assert estimate(target, demo_pair.load_drafter()) == pytest.approx(1.716, abs=1e-3)
+    assert estimate(target, GumihoModel.from_target(target), num_rows=4) == pytest.approx(1.825, abs=1e-3)
 
 
 @pytest.mark.parametrize(

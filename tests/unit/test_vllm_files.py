@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from demo_pair import FOLDER as DEMO_PAIR
+from demo_pair import load_language_model, load_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from targets import make_drafter, make_prompts, make_target
 from trainers import make_args, make_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
 
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -46,7 +48,7 @@ def with_biases(folder: Path) -> None:
 
 def with_a_tokenizer(folder: Path) -> None:
     drafter = make_drafter(make_target())
-    drafter.tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "demo_pair" / "target")
+    drafter.tokenizer = load_tokenizer()
     drafter.save_pretrained(folder)
 
 
@@ -75,7 +77,7 @@ def merged(folder: Path) -> None:
 
 def demo_pair(folder: Path) -> None:
     """Without transitions, which that loader does not know."""
-    GumihoModel.from_pretrained(ROOT / "examples" / "demo_pair" / "gumiho", transition_rank=0).save_pretrained(folder)
+    GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", transition_rank=0).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +178,12 @@ def test_a_chain_holds_the_tokens_that_vllm_drafts(
 
 
 def test_the_demo_drafter_drafts_the_chain_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = ROOT / "examples" / "demo_pair"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).double()
+    target = load_language_model().double()
     demo_pair(tmp_path)
     drafter = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64)
     drafter.generation_config.update(branching_factor=1, num_assistant_tokens=7, draft_vocabulary=None)
     read = VllmDrafter(tmp_path, 7, output_head(target))
     read.weights = {name: tensor.double() for name, tensor in read.weights.items()}
-    prompt = AutoTokenizer.from_pretrained(folder / "target")("def __init__(self, ", return_tensors="pt")
+    prompt = load_tokenizer()("def __init__(self, ", return_tensors="pt")
     cycles = recorded_drafts(target, drafter, prompt, monkeypatch)
     assert [read.draft(tokens, states) for tokens, states, _ in cycles] == [chain for *_, chain in cycles]

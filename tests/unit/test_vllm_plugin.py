@@ -85,6 +85,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     )
 
 
+def put_module(monkeypatch: pytest.MonkeyPatch, name: str, names: dict[str, Any]) -> None:
+    """Puts a module with these names in the place of another."""
+    module = ModuleType(name)
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
 def with_drafter(architecture: str) -> Any:
     drafter = SimpleNamespace(architectures=[architecture])
     return SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=drafter))
@@ -127,9 +134,7 @@ def test_our_drafters_get_our_class(vllm: SimpleNamespace, monkeypatch: pytest.M
     class GumihoProposer(vllm.eagle):  # type: ignore[name-defined, misc]
         pass
 
-    ours = ModuleType("transformers_gumiho.vllm.proposer")
-    ours.GumihoProposer = GumihoProposer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    put_module(monkeypatch, "transformers_gumiho.vllm.proposer", {"GumihoProposer": GumihoProposer})
     plugin.register()
     assert type(vllm.eagle(with_drafter(plugin.ARCHITECTURE))) is GumihoProposer
 
@@ -157,16 +162,23 @@ def test_drafts_that_are_never_accepted_are_said_once(
     assert all("accepted 0 tokens of 300 drafts" in message for message in caplog.messages)
 
 
-def test_a_class_that_is_imported_later_is_changed_as_well(
-    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_class", [True, False])
+def test_a_module_that_is_imported_later_is_changed_where_it_has_the_class(
+    has_class: bool,
+    vllm: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     del sys.modules["vllm.v1.spec_decode.eagle"]
-    (tmp_path / "eagle.py").write_text("class EagleProposer:\n    pass\n")
+    (tmp_path / "eagle.py").write_text(f"class {'EagleProposer' if has_class else 'Other'}:\n    pass\n")
     monkeypatch.setattr(sys.modules["vllm.v1.spec_decode"], "__path__", [str(tmp_path)])
     plugin.register()
-    from vllm.v1.spec_decode.eagle import EagleProposer
-
-    assert "__new__" in vars(EagleProposer)
+    with caplog.at_level(logging.WARNING):
+        names = vars(importlib.import_module("vllm.v1.spec_decode.eagle"))
+    assert ("__new__" in vars(names["EagleProposer" if has_class else "Other"])) == has_class
+    found = ["does not fit this vLLM" in message for message in caplog.messages]
+    assert found == ([] if has_class else [True])
 
 
 def test_an_object_is_copied_and_made_without_a_drafter(vllm: SimpleNamespace) -> None:
@@ -174,19 +186,6 @@ def test_an_object_is_copied_and_made_without_a_drafter(vllm: SimpleNamespace) -
     without = vllm.eagle(SimpleNamespace(speculative_config=None))
     assert type(copy.copy(without)) is vllm.eagle
     assert type(vllm.eagle.__new__(vllm.eagle)) is vllm.eagle
-
-
-def test_a_module_without_the_class_is_imported_all_the_same(
-    vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    del sys.modules["vllm.v1.spec_decode.eagle"]
-    (tmp_path / "eagle.py").write_text("anything_else = 1\n")
-    monkeypatch.setattr(sys.modules["vllm.v1.spec_decode"], "__path__", [str(tmp_path)])
-    plugin.register()
-    with caplog.at_level(logging.WARNING):
-        from vllm.v1.spec_decode.eagle import anything_else
-    assert anything_else == 1
-    assert ["does not fit this vLLM" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_of_a_model_that_vllm_reads_nothing_else_is_fetched(
@@ -225,9 +224,7 @@ def test_a_drafter_on_the_hub_by_any_name(
     def read_drafter(model: str, revision: Any, token: Any) -> Any:
         return model, revision, token
 
-    ours = ModuleType("transformers_gumiho.vllm.configuration")
-    ours.read_drafter = read_drafter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    put_module(monkeypatch, "transformers_gumiho.vllm.configuration", {"read_drafter": read_drafter})
     folder = write_config(tmp_path, {"model_type": "gumiho"})
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file, **options: str(folder / file))
     vllm.config.get_config = get_config
@@ -254,9 +251,8 @@ def test_where_something_is_missing_only_drafters_are_refused(
 def test_that_a_release_was_not_tested_is_said_once_to_those_who_draft(
     vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = ModuleType("transformers_gumiho.vllm.configuration")
-    ours.read_drafter = lambda model, **options: "ours"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    names = {"read_drafter": lambda model, **options: "ours"}
+    put_module(monkeypatch, "transformers_gumiho.vllm.configuration", names)
     write_sources(vllm.root, "0.40.0")
     with caplog.at_level(logging.WARNING):
         plugin.register()
@@ -325,9 +321,7 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
 def load(name: str, monkeypatch: pytest.MonkeyPatch, stubs: dict[str, Any]) -> Any:
     """Executes a module of the package for itself; `stubs` gives the names that it imports, by their modules."""
     for stub, names in stubs.items():
-        module = ModuleType(stub)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, stub, module)
+        put_module(monkeypatch, stub, names)
     spec = importlib.util.find_spec(f"transformers_gumiho.vllm.{name}")
     assert spec is not None
     assert spec.loader is not None
