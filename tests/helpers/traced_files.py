@@ -30,12 +30,16 @@ def traced_files(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
     cycles = _Cycles()
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT):
-            name = path.relative_to(ROOT).as_posix()
-            files.setdefault(name)
-            if cycles.num_begun == 2:
-                of_cycle.setdefault(name)
+        if event != "call":
+            return
+        # The loop began before its cycles: it is the caller of what they run.
+        for running in filter(None, (frame.f_back, frame)):
+            path = Path(running.f_code.co_filename)
+            if path.is_relative_to(ROOT):
+                name = path.relative_to(ROOT).as_posix()
+                files.setdefault(name)
+                if cycles.num_begun == 2:
+                    of_cycle.setdefault(name)
 
     with observing(cycles):
         sys.setprofile(note)

@@ -392,6 +392,8 @@ def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path:
     gumiho("train", "--features", str(folder), "--drafter", str(DRAFTER), "--output_dir", str(output), "--max_steps",
            "1", "--num_eval_rows", "2", "--use_cpu", "true")  # fmt: skip
     assert (output / "model.safetensors").exists()
+    trained = torch.load(output / "training_args.bin", weights_only=False)
+    assert (trained.unroll_serial_head, trained.parallel_weight, trained.parallel_ce_start) == (True, 1, 0)
     assert json.loads((folder / "made_from.json").read_text())["is_finished"]
 
 

@@ -142,7 +142,7 @@ BROKEN = {
     '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
     '{"text": ""}': "has none of `messages`",
     '{"messages": [{"role": "user", "content": [{"text": 5}]}]}': "the content of a message is not text",
-    '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}': "it: integer division",
+    '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}': "by zero",
     '{"prompt": "x", "completion": "y", "tools": "none"}': "its `tools` are no list of objects",
     '{"prompt": "x", "completion": "y", "documents": ["a page"]}': "its `documents` are no list of objects",
     '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "its `chat_template_kwargs` are no object",

@@ -58,12 +58,14 @@ def phases_of(
     Returns the trainings of a command line. One that names a drafter or a part of it asks for a single training;
     otherwise they are the recipe's phases, each with the options that are given.
     """
-    phases, part = RECIPES[args.recipe].phases, training_args.train_only
+    recipe, part = RECIPES[args.recipe], training_args.train_only
+    phases = recipe.phases
     if args.drafter is not None or part is not None:
-        # New heads learn as in the recipe's phase for them.
-        adds_heads = args.num_parallel_heads is not None and part == "parallel"
-        like = [options for options in phases.values() if adds_heads and options.get("train_only") == part]
-        phases = {"train": like[0] if like else {}}
+        options = recipe.further if part is None else {}
+        if args.num_parallel_heads is not None and part == "parallel":
+            # New heads learn as in the recipe's phase for them.
+            options = next((found for found in phases.values() if found.get("train_only") == part), {})
+        phases = {"train": options}
     order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
     found = {}
     for name, options in phases.items():
