@@ -83,3 +83,12 @@ def _forget_compiled() -> Iterator[None]:
     counters.clear()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def short_contests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tunes a drafter compares its settings on a single prompt."""
+    from transformers_gumiho.tools.tuning import contest
+
+    monkeypatch.setattr(contest, "ROUNDS", (1,))
+    monkeypatch.setattr(contest, "FINAL_TURNS", 1)

@@ -1,7 +1,6 @@
 """`transformers serve` with a folder that `gumiho attach` wrote."""
 
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from servers import free_port
 from transformers.cli.serve import Serve
 
 
@@ -22,9 +22,7 @@ def serve() -> Iterator[Callable[[Path], tuple[Serve, OpenAI]]]:
     servers: list[Serve] = []
 
     def start(folder: Path) -> tuple[Serve, OpenAI]:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         settings = {"device": "cpu", "dtype": "float32", "trust_remote_code": True, "log_level": "error"}
         servers.append(Serve(str(folder), port=port, non_blocking=True, **settings))
         return servers[-1], OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=8)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,3 +20,19 @@ def refuse(message: str, *words: object) -> None:
     """Asserts that `gumiho` ends with one line that holds this message."""
     with pytest.raises(SystemExit, match=re.escape(message)):
         gumiho(*words)
+
+
+def interrupt(owner: Any, name: str, num_calls: int, *words: object) -> None:
+    """Asserts that `gumiho` ends as by Ctrl+C, which is pressed after so many calls of a function of `owner`."""
+    real, calls = getattr(owner, name), []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > num_calls:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, run)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*words)

@@ -38,9 +38,9 @@ def train(run: str, folder: Path) -> None:
     """
     batch_size = {"alone": 4, "alone_muon": 4, "streamed": 2}.get(run, 1)
     args = make_args(
-        folder / run, max_steps=6, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
+        folder / run, max_steps=4, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
         gradient_accumulation_steps=4 // batch_size // int(os.environ.get("WORLD_SIZE", "1")),
-        save_strategy="steps", save_steps=3, unroll_serial_head=True, train_sampling_strategy="sequential",
+        save_strategy="steps", save_steps=2, unroll_serial_head=True, train_sampling_strategy="sequential",
         muon="muon" in run,
     )  # fmt: skip
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -56,14 +56,14 @@ def train(run: str, folder: Path) -> None:
     if run == "resumed":
         with trainer.accelerator.main_process_first():
             if trainer.is_world_process_zero():
-                shutil.copytree(folder / "whole" / "checkpoint-3", folder / run / "checkpoint-3")
+                shutil.copytree(folder / "whole" / "checkpoint-2", folder / run / "checkpoint-2")
     trainer.train(resume_from_checkpoint=run == "resumed" or None)
     metrics = trainer.evaluate()
     trainer.save_model(folder / run / "final")
     if trainer.is_world_process_zero():
         logs = [
             {k: v for k, v in log.items() if "_feature" in k or "_ce" in k or k == "loss"}
-            for log in trainer.state.log_history[:6]
+            for log in trainer.state.log_history[:4]
         ]
         sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in drafter.parameters())
         metrics = {"sharded": sharded} | {

@@ -75,46 +75,52 @@ def test_how_much_is_drafted_follows_the_number_of_requests() -> None:
     assert len([num_requests for num_requests, _ in drafted if num_requests == 1]) < 14
 
 
+def draft(serial_features: list[torch.Tensor], model: Any, **fields: Any) -> list[list[int]]:
+    """Returns the drafts of two of four requests: two tokens of these features, and two of the heads of `model`."""
+    speculator = object.__new__(GumihoSpeculator)
+    vars(speculator).update({
+        "model": model, "dtype": torch.float32, "draft_logits": None, "temperature": torch.zeros(4), "seeds": None,
+        "draft_tokens": torch.zeros(4, 4, dtype=torch.long), "idx_mapping": torch.arange(4),
+        "current_draft_step": torch.tensor(0), "acceptance_estimator": None, "use_local_argmax_reduction": False,
+        "_serial_features": torch.zeros(2, 4, 4), "_first_positions": torch.zeros(4, dtype=torch.long),
+    } | fields)  # fmt: skip
+    for step, features in enumerate(serial_features):
+        speculator.current_draft_step.fill_(step)
+        speculator.draft_tokens[:2, step] = speculator.sample_draft(
+            features, torch.tensor([20, 30]) + step, speculator.idx_mapping[:2], speculator.temperature, None,
+            speculator.current_draft_step, speculator.draft_logits,
+        )  # fmt: skip
+    speculator._draft_in_parallel(2, Chain(2, 2))
+    return speculator.draft_tokens[:2].tolist()
+
+
 def test_heads_draw_after_the_serial_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each draw has the key of its own position, and its logits are kept in its own column."""
     drawn: list[tuple[list[int], int, list[float]]] = []
 
     def sample(self: Any, features: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        step = args[3]
-        drawn.append((positions.tolist(), int(step), features[:, 0].tolist()))
-        return torch.full((len(features),), 10 + int(step))
+        step = int(args[3])
+        drawn.append((positions.tolist(), step, features[:, 0].tolist()))
+        return torch.full((len(features),), 10 + step)
 
     monkeypatch.setattr(EagleSpeculator, "sample_draft", sample)
-    speculator = object.__new__(GumihoSpeculator)
     read: list[torch.Tensor] = []
 
     def draft_in_parallel(tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         read.extend((tokens.clone(), features.clone()))
-        return torch.arange(4.0).view(2, 2, 1).expand(2, 2, 3)
+        return torch.arange(4.0).view(2, 2, 1).expand(2, 2, 4)
 
     def moved_features(head: int, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return features + 100 * head + tokens[:, None]
 
     model = SimpleNamespace(draft_in_parallel=draft_in_parallel, moved_features=moved_features, drafting_head=None)
-    vars(speculator).update(
-        model=model, dtype=torch.float32,
-        draft_logits=torch.zeros(4, 4, 8), draft_tokens=torch.zeros(4, 4, dtype=torch.long), temperature=None,
-        seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(0), acceptance_estimator=None,
-        _serial_features=torch.zeros(2, 4, 3), _first_positions=torch.zeros(4, dtype=torch.long),
-    )  # fmt: skip
-    for step in range(2):
-        features, positions = torch.full((2, 3), 5.0 + step), torch.tensor([20, 30]) + step
-        speculator.current_draft_step.fill_(step)
-        speculator.draft_tokens[:2, step] = speculator.sample_draft(
-            features, positions, None, None, None, torch.tensor(step), speculator.draft_logits
-        )
-    speculator._draft_in_parallel(2, Chain(2, 2))
+    found = draft([torch.full((2, 4), 5.0), torch.full((2, 4), 6.0)], model, draft_logits=torch.zeros(4, 4, 8))
     assert [(positions, step) for positions, step, _ in drawn] == [([20 + i, 30 + i], i) for i in range(4)]
     # Each moved by the token above.
     assert [features for *_, features in drawn[2:]] == [[11.0, 13.0], [113.0, 115.0]]
     assert read[0].tolist() == [[10, 11], [10, 11]]
     assert read[1][:, :, 0].tolist() == [[5.0, 6.0], [5.0, 6.0]]
-    assert speculator.draft_tokens[:2].tolist() == [[10, 11, 12, 13]] * 2
+    assert found == [[10, 11, 12, 13]] * 2
 
 
 def test_the_acceptance_of_every_token_is_estimated() -> None:
@@ -124,27 +130,14 @@ def test_the_acceptance_of_every_token_is_estimated() -> None:
     def predict(logits: torch.Tensor, idx_mapping: torch.Tensor, step: torch.Tensor, *others: Any) -> None:
         seen.append((int(step), logits.tolist()))
 
-    speculator = object.__new__(GumihoSpeculator)
     model = SimpleNamespace(
         draft_in_parallel=lambda tokens, features: torch.eye(4)[None, 2:].repeat(2, 1, 1),
         moved_features=lambda head, features, tokens: features, compute_logits=lambda features: 3 * features,
         # With a draft vocabulary, the best tokens are found without the logits of the others.
         drafting_head=object(),
     )  # fmt: skip
-    vars(speculator).update(
-        model=model, dtype=torch.float32, draft_logits=None, draft_tokens=torch.zeros(4, 4, dtype=torch.long),
-        temperature=torch.zeros(4), seeds=None, idx_mapping=torch.arange(4), current_draft_step=torch.tensor(0),
-        use_local_argmax_reduction=False, acceptance_estimator=SimpleNamespace(predict=predict),
-        draft_token_confidence_probs=torch.zeros(4, 4), _serial_features=torch.zeros(2, 4, 4),
-        _first_positions=torch.zeros(4, dtype=torch.long),
-    )  # fmt: skip
-    for step in range(2):
-        features = torch.eye(4)[step].repeat(2, 1)
-        speculator.current_draft_step.fill_(step)
-        speculator.draft_tokens[:2, step] = speculator.sample_draft(
-            features, torch.tensor([20, 30]) + step, speculator.idx_mapping[:2], speculator.temperature, None,
-            speculator.current_draft_step, None,
-        )  # fmt: skip
-    speculator._draft_in_parallel(2, Chain(2, 2))
+    estimator = {"acceptance_estimator": SimpleNamespace(predict=predict)}
+    estimator["draft_token_confidence_probs"] = torch.zeros(4, 4)
+    found = draft([torch.eye(4)[step].repeat(2, 1) for step in range(2)], model, **estimator)
     assert seen == [(step, [(3 * torch.eye(4)[step]).tolist()] * 2) for step in range(4)]
-    assert speculator.draft_tokens[:2].tolist() == [[0, 1, 2, 3]] * 2
+    assert found == [[0, 1, 2, 3]] * 2

@@ -1,12 +1,6 @@
 """Training data from vLLM's server: the rows that the same target writes in this process, byte for byte."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +9,8 @@ import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
-from training_data import MESSAGES
+from servers import serving
+from training_data import MESSAGES, read_jsonl
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.training import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset
@@ -59,28 +54,12 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
 @pytest.fixture(scope="module")
 def address(thinker: tuple[PreTrainedModel, PreTrainedTokenizerFast, Path]) -> Iterator[str]:
     """The address of vLLM's server with this target, which keeps reasoning apart in conversations."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(thinker[2]),
-        "--served-model-name", "t", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--reasoning-parser", "qwen3", "--kv-cache-memory-bytes", str(2**26), "--port", str(port),
+        "vllm.entrypoints.openai.api_server", "--model", thinker[2], "--served-model-name", "t", "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", 256, "--reasoning-parser", "qwen3", "--kv-cache-memory-bytes", 2**26,
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        assert process.poll() is None
+    with serving(*command, VLLM_ENABLE_V1_MULTIPROCESSING="1") as (url, _):
         yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 def test_a_server_writes_what_the_target_writes_here(
@@ -95,9 +74,9 @@ def test_a_server_writes_what_the_target_writes_here(
     files = {}
     for name, engine in {"here": LocalEngine(target), "there": ServerEngine(address, "t", tokenizer)}.items():
         regenerate_dataset(Dataset.from_list(rows), engine, tokenizer, tmp_path / f"{name}.jsonl", settings)
-        files[name] = (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8")
+        files[name] = (tmp_path / f"{name}.jsonl").read_bytes()
     assert files["there"] == files["here"]
-    found = [json.loads(line) for line in files["there"].splitlines()]
+    found = read_jsonl(tmp_path / "there.jsonl")
     assert len(found[0]["generations"]) == 2
     assert "list_paths" in tokenizer.decode(found[2]["generations"][0]["prompt_ids"])
     assert tokenizer.decode(found[3]["generations"][0]["prompt_ids"]).endswith("<think>\n\n</think>\n\n")
@@ -109,7 +88,7 @@ def test_a_server_writes_what_the_target_writes_here(
     more = WritingSettings(max_length=500, max_new_tokens=40, sampling=Sampling(share=0.5))
     engine = ServerEngine([address, address], "t", tokenizer)
     regenerate_dataset(Dataset.from_list(rows), engine, tokenizer, tmp_path / "sampled.jsonl", more)
-    sampled = [json.loads(line) for line in (tmp_path / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
+    sampled = read_jsonl(tmp_path / "sampled.jsonl")
     assert sampled[1]["skipped"].startswith("the server refuses it (400)")
     assert {row["sampled"] for row in sampled if "messages" in row} == {True, False}
     same = [new["generations"] == old["generations"] for new, old in zip(sampled[4:], found[4:], strict=True)]

@@ -1,20 +1,15 @@
 """Drafters in the ways that vLLM can be run: many requests, compiled, bf16, processes, adapters, the server."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from servers import serving
 from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.lora.layers.base import BaseLayerWithLoRA
@@ -146,38 +141,6 @@ def test_requests_for_an_adapter_of_the_target(tmp_path: Path) -> None:
     assert plain != adapted
 
 
-@contextmanager
-def server(num_tokens: int, num_replicas: int) -> Iterator[str]:
-    """Yields the address of vLLM's server with the demo pair, in each of so many processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    speculative_config = drafting_with(DEMO_DRAFTER, num_tokens)
-    process = subprocess.Popen([
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_TARGET),
-        "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
-        "--kv-cache-memory-bytes", str(2**26), "--port", str(port), "--data-parallel-size", str(num_replicas),
-        "--speculative-config", json.dumps(speculative_config),
-    ], env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    try:
-        while not is_ready(address):
-            assert process.poll() is None
-            time.sleep(1)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def is_ready(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{address}/health", timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_the_server_completes_as_without_a_drafter(num_replicas: int) -> None:
@@ -186,7 +149,12 @@ def test_the_server_completes_as_without_a_drafter(num_replicas: int) -> None:
         sampling = SamplingParams(max_tokens=32, temperature=0.0)
         plain = [output.outputs[0].text for output in llm.generate(prompts, sampling, use_tqdm=False)]
     fields = {"model": "demo", "prompt": prompts, "max_tokens": 32, "temperature": 0}
-    with server(7, num_replicas) as address:
+    command = [
+        "vllm.entrypoints.openai.api_server", "--model", DEMO_TARGET, "--served-model-name", "demo", "--dtype",
+        "float32", "--enforce-eager", "--max-model-len", 256, "--kv-cache-memory-bytes", 2**26,
+        "--data-parallel-size", num_replicas, "--speculative-config", json.dumps(drafting_with(DEMO_DRAFTER, 7)),
+    ]  # fmt: skip
+    with serving(*command, VLLM_ENABLE_V1_MULTIPROCESSING="1") as (address, _):
         request = urllib.request.Request(
             f"{address}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
         )

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_command_takes_an_eagle_head(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -61,12 +61,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("family", "layer_ids"),
-    # The second caps its logits, and the third has layers before its output projection, and other widths there.
-    [("llama", None), ("gemma2", None), ("rembert", None), ("llama", [0, 2]), ("llama", [0, 1])],
-)
+    ("family", "layer_ids", "packed"),
+    # The third caps its logits, and the fourth has layers before its output projection, and other widths there.
+    [
+        ("llama", None, False), ("llama", None, True), ("gemma2", None, True), ("rembert", None, False),
+        ("llama", [0, 2], True), ("llama", [0, 1], False),
+    ],
+)  # fmt: skip
 def test_cached_features_give_the_losses_of_the_running_target(
     tmp_path: Path, family: str, layer_ids: list[int] | None, packed: bool
 ) -> None:
@@ -194,26 +196,6 @@ def test_processes_share_the_shards(target: PreTrainedModel, tmp_path: Path, mon
         write(target, tmp_path / "shared")
         assert len(list((tmp_path / "shared").glob("shard*"))) == 2 * (index + 1)
     assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
-
-
-def test_a_second_extraction_into_a_folder_is_refused(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the first one ends as if it had been alone."""
-    real, refused = feature_cache.save_file, []
-
-    def save_and_start_again(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
-        real(tensors, path, metadata)
-        with pytest.raises(OSError, match=r"Another run is writing there. Wait for it to end") as error:
-            write(target, tmp_path / "cache")
-        refused.append(error)
-
-    monkeypatch.setattr(feature_cache, "save_file", save_and_start_again)
-    write(target, tmp_path / "cache")
-    assert len(refused) == 5
-    monkeypatch.setattr(feature_cache, "save_file", real)
-    write(target, tmp_path / "whole")
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.targets import make_target
-from helpers.trainers import make_args, make_rows, pack_pairs
+from targets import make_target
+from trainers import make_args, make_rows, pack_pairs
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -41,9 +41,10 @@ def pairs(target: PreTrainedModel, drafter: GumihoModel, layer_ids: Any) -> tupl
     return torch.stack(inputs).double(), torch.stack(outputs).double()
 
 
-@pytest.mark.parametrize("layer_ids", [None, [0, 2]])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("layer_ids", "bias", "packed"),
+    [(None, True, True), (None, False, False), ([0, 2], True, False), ([0, 2], False, True)],
+)
 def test_the_serial_head_begins_as_the_least_squares_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_ids: list[int] | None, bias: bool, packed: bool
 ) -> None:

@@ -11,16 +11,15 @@ import pytest
 import torch
 from commands import gumiho, refuse
 from safetensors.torch import load_file
-from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+from training_data import CHATML, DEMO_TARGET, MESSAGES, read_jsonl, write_jsonl
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel, record
-from transformers_gumiho.training import FeatureDataset, feature_extraction, load_conversations
+from transformers_gumiho.training import FeatureDataset, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
 from transformers_gumiho.training.recipe import training, writing
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
 from transformers_gumiho.training.recipe.stages import Run
-from transformers_gumiho.training.writing import row_file
 
 
 DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
@@ -52,16 +51,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layers of the demo pair's target: its texts are worse, and take less time."""
-    folder = tmp_path_factory.mktemp("small")
-    AutoModelForCausalLM.from_pretrained(DEMO_TARGET, num_hidden_layers=2).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO_TARGET).save_pretrained(folder)
-    return folder
-
-
-def check_drafter(folder: Path, of_target: Path = DEMO_TARGET) -> GumihoModel:
+def check_drafter(folder: Path, of_target: Path) -> GumihoModel:
     """The folder holds a drafter with its tokenizer and card, in the target's precision, that drafts for it."""
     target = AutoModelForCausalLM.from_pretrained(of_target, dtype=torch.float32)
     drafter = GumihoModel.from_pretrained(folder)
@@ -75,10 +65,11 @@ def check_drafter(folder: Path, of_target: Path = DEMO_TARGET) -> GumihoModel:
     return drafter
 
 
+@pytest.mark.usefixtures("short_contests")
 def test_one_command_makes_a_drafter_from_nothing(
-    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
+    command = ["train", "--target", small, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
     gumiho(*command)
     output = capsys.readouterr()
     plan, *_ = output.out.partition("[1/5]")
@@ -89,7 +80,7 @@ def test_one_command_makes_a_drafter_from_nothing(
     assert "tokens/s" in output.err
     assert re.search(r"serial 1/2  step 2/4  .*tokens/s  .*agreement .*expected [\d.]+ tokens per pass", output.out)
     assert "heads 2/2  step 4/4" in output.out
-    drafter = check_drafter(tmp_path / "gumiho")
+    drafter = check_drafter(tmp_path / "gumiho", small)
     assert drafter.config.transition_rank == 64
     assert drafter.generation_config.break_even is not None  # it was tuned for this machine
     serial = GumihoModel.from_pretrained(tmp_path / "gumiho" / "work" / "serial").generation_config
@@ -111,84 +102,10 @@ def test_one_command_makes_a_drafter_from_nothing(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")} == before
 
 
-def test_a_stopped_run_continues_to_the_same_drafter(
-    small: Path, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped while it writes, at half a line, while it keeps states, and in the second phase of the training."""
-
-    def command(folder: str) -> list[object]:
-        return [
-            "train", "--target", small, "--data", questions, "--output_dir", tmp_path / folder, *TOY,
-            *UP_TO_TRAINING,
-        ]  # fmt: skip
-
-    gumiho(*command("whole"))
-
-    def stop_after(owner: Any, name: str, num_calls: int) -> None:
-        real, calls = getattr(owner, name), []
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            if len(calls) > num_calls:
-                raise KeyboardInterrupt
-            return real(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, run)
-            with pytest.raises(SystemExit, match="130"):
-                gumiho(*command("stopped"))
-
-    stop_after(row_file, "append_rows", 1)
-    with (tmp_path / "stopped" / "work" / "answers.jsonl").open("a") as file:
-        file.write('{"prompt": "half a')
-    stop_after(feature_extraction, "save_shard", 1)
-    stop_after(Trainer, "training_step", 7)
-    assert (tmp_path / "stopped" / "work" / "heads" / "checkpoint-2").is_dir()
-    gumiho(*command("stopped"))
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert (stopped / "work/answers.jsonl").read_bytes() == (whole / "work/answers.jsonl").read_bytes()
-    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, stopped))
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def test_the_published_recipe_is_one_training(small: Path, questions: str, tmp_path: Path) -> None:
-    gumiho(
-        "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY,
-        *UP_TO_TRAINING, "--recipe", "published", "--max_length", 128,
-    )  # fmt: skip
-    drafter = check_drafter(tmp_path / "gumiho", small)
-    assert drafter.config.transition_rank == 0
-    assert drafter.generation_config.draft_vocabulary is None
-    state = json.loads((tmp_path / "gumiho/work/published/checkpoint-4/trainer_state.json").read_text())
-    first = state["log_history"][0]
-    assert {"serial_feature", "serial_ce", "parallel_4_feature"} <= set(first)
-
-
-def test_a_target_that_chats_makes_its_own_questions(
-    chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from chat_target import make_chat_target, make_chat_tokenizer
-
-    make_chat_target().save_pretrained(tmp_path / "target")
-    make_chat_tokenizer().save_pretrained(tmp_path / "target")
-    small = ["--num_prompts", 5, "--max_prompt_tokens", 40, "--max_new_tokens", 12]
-    gumiho("data", "--target", tmp_path / "target", "--data", "none", "--output_file", tmp_path / "a.jsonl", *small)
-    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert len(rows) == 5
-    assert all([turn["role"] for turn in row["messages"]] == ["user", "assistant"] for row in rows)
-    refuse("has no chat template", "data", "--target", DEMO_TARGET, "--data", "none", "--output_file", tmp_path / "b")
-    gumiho(
-        "data", "--target", DEMO_TARGET, "--data", chats["data"], "--chat_template", chats["template"], "--num_rows",
-        3, "--max_new_tokens", 4, "--output_file", tmp_path / "c.jsonl",
-    )  # fmt: skip
-    assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 3
-
-
 def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
     small: Path, chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By the published recipe, which is one training, of all parts at once."""
     command = [
         "train", "--target", small, "--data", chats["data"], "--chat_template", chats["template"],
         "--regenerate", "false", "--cache_features", "false", "--output_dir", tmp_path / "gumiho", *TOY,
@@ -204,13 +121,16 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
     state = json.loads((tmp_path / "gumiho/work/published/checkpoint-6/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     assert any("eval_tau" in entry for entry in state["log_history"])
-    check_drafter(tmp_path / "gumiho", small)
+    assert {"serial_feature", "serial_ce", "parallel_4_feature"} <= set(state["log_history"][0])
+    drafter = check_drafter(tmp_path / "gumiho", small)
+    assert drafter.config.transition_rank == 0
+    assert drafter.generation_config.draft_vocabulary is None
 
 
-def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: Path) -> None:
-    layers = ["--target_layer_ids", 3, -1]
+def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: str, tmp_path: Path) -> None:
+    layers = ["--target_layer_ids", 0, -1]
     first = [
-        "train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *layers,
+        "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *layers,
         "--stages",
     ]  # fmt: skip
     gumiho(*first, "write", "features")
@@ -224,11 +144,11 @@ def test_stages_run_alone_and_parts_are_trained_alone(questions: str, tmp_path: 
     last = [*common, "--output_dir", whole, "--drafter", serial, "--train_only", "parallel", "--warmup_steps", 0]
     gumiho(*last)
     refuse("learning_rate (0.002, now 0.003)", *last, "--learning_rate", 3e-3)
-    assert check_drafter(whole).config.target_layer_ids == [3, 19]
+    assert check_drafter(whole, small).config.target_layer_ids == [0, 1]
     before, after = (load_file(folder / "model.safetensors") for folder in (serial, whole))
     changed = {name.split(".")[0] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {"mlp", "transition"}
-    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype="auto")
+    target = AutoModelForCausalLM.from_pretrained(small, dtype="auto")
     with record(target, tmp_path / "recorded"):
         drafter = GumihoModel.from_pretrained(whole)
         target.generate(torch.arange(60, 100).view(4, 10), assistant_model=drafter, max_new_tokens=8, do_sample=False)
@@ -266,6 +186,7 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
+        (["--target", DEMO_TARGET, "--data", "none"], "has no chat template"),
         (["--target", "t", "--data", "x", "--target_dtype", "bf16"], "'bf16'. Give --target_dtype float32"),
         (["--target", "t", "--data", "x", "--features_dtype", "auto"], "'auto'. Give --features_dtype float32"),
         (["--target", "t", "--data", "x", "--chat_template_kwargs", "yes"], "must be a JSON object, got 'yes'"),
@@ -311,7 +232,7 @@ def test_held_out_rows_are_chosen_before_anything_is_written(small: Path, tmp_pa
         "--num_eval_rows", 0.25,
     ]  # fmt: skip
     gumiho(*command)
-    answers = [json.loads(line) for line in (tmp_path / "out/work/answers.jsonl").read_text().splitlines()]
+    answers = read_jsonl(tmp_path / "out/work/answers.jsonl")
     chosen = held_out_numbers(len(answers), 0.25, seed=3)
     cached = FeatureDataset(tmp_path / "out/work/held_out")
     turns = [turn for number in chosen for turn in answers[number].get("generations", [])]

@@ -21,7 +21,7 @@ from datasets import Dataset
 from pretend_device import pretending
 from targets import make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET, make_tokenizer
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel, record
@@ -163,12 +163,12 @@ def stat_mode(path: Path) -> int:
 def test_a_share_of_the_calls_draws_no_random_numbers(
     tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel
 ) -> None:
-    state = random.getstate()
-    expected = generate(target, drafter, do_sample=True)
+    state, settings = random.getstate(), {"do_sample": True, "max_new_tokens": 6}
+    expected = generate(target, drafter, **settings)
     after = torch.get_rng_state()
     with record(target, tmp_path, TOKENIZER, share=0.3) as recorder:
         for _ in range(40):
-            assert torch.equal(generate(target, drafter, do_sample=True), expected)
+            assert torch.equal(generate(target, drafter, **settings), expected)
             assert torch.equal(torch.get_rng_state(), after)
     assert random.getstate() == state
     assert 0 < recorder.num_tokens / (expected.shape[1] - 1) < 36
@@ -176,7 +176,7 @@ def test_a_share_of_the_calls_draws_no_random_numbers(
 
 def test_threads_record_at_once(tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel) -> None:
     with record(target, tmp_path, TOKENIZER), ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(lambda length: generate(target, drafter, length), range(2, 42)))
+        texts = list(pool.map(lambda length: generate(target, drafter, length, max_new_tokens=8), range(2, 42)))
     rows = [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)]
     assert sorted(rows) == sorted(text[0, :-1].tolist() for text in texts)
 
@@ -417,8 +417,8 @@ def test_recording_needs_no_extra_and_generation_none_of_the_training(tmp_path: 
 
 
 def test_the_host_waits_no_more_for_a_recorded_call(tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
-    drafter = GumihoModel.from_pretrained(DRAFTER, dtype=torch.float32)
+    target = make_target().float()
+    drafter = make_drafter(target)
     with pretending() as machine:
         target.to("cuda:0")
         drafter.to("cuda:0")
@@ -431,7 +431,7 @@ def test_the_host_waits_no_more_for_a_recorded_call(tmp_path: Path) -> None:
 
         count()
         num_waits, text = count()
-        with record(target, tmp_path):
+        with record(target, tmp_path, TOKENIZER):
             assert count()[0] == num_waits
             assert torch.equal(count()[1], text)
     for number, row in enumerate(FeatureDataset(tmp_path)):

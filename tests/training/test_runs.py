@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 from chat_target import make_chat_target, make_chat_tokenizer
-from commands import gumiho, refuse
+from commands import gumiho, interrupt, refuse
 from hub_cache import write_to_hub_cache
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from transformers_gumiho.training import FeatureDataset, GumihoTrainer
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.defaults import device_defaults
+from transformers_gumiho.training.writing import row_file
 
 
 SMALL = [
@@ -32,6 +33,8 @@ SMALL = [
     "--max_length", 256,
 ]  # fmt: skip
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
+STATES = ("features", "held_out")
+PUBLISHED = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,21 @@ def whole(folder: Path) -> Path:
     """A finished run, up to the training."""
     gumiho(*command(folder, "whole", *UP_TO_TRAINING))
     return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def published(folder: Path, whole: Path) -> Path:
+    """A finished run with the published recipe, of whose checkpoints the last is not the best."""
+    begin_from(whole, folder / "published", *STATES)
+    gumiho(*command(folder, "published", *PUBLISHED))
+    state = json.loads((folder / "published/work/published/trainer_state.json").read_text())
+    assert not state["best_model_checkpoint"].endswith("checkpoint-4")
+    return folder / "published"
+
+
+def begin_from(whole: Path, folder: Path, *without: str) -> None:
+    """Begins a run with the answers of another, and with its states."""
+    shutil.copytree(whole / "work", folder / "work", ignore=shutil.ignore_patterns("serial", "heads", *without))
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -115,86 +133,72 @@ def test_a_stage_begins_anew_where_it_is_asked_to(
     assert output.count("finished before") == 2
     assert "continues from" not in output
     assert "| `learning_rate` | 0.02 |" in (folder / "anew" / "README.md").read_text()
+    begin_from(whole, folder / "fresh")
     gumiho(*command(folder, "fresh", *UP_TO_TRAINING, "--learning_rate", 0.02))
     assert_same_drafter(folder / "fresh", folder / "anew")
     refuse("--restart must be one of write, features, train, serial, heads, tune, evaluate", *run, "--restart", "bake")
 
 
 def test_a_longer_run_trains_on_with_its_own_schedule(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """
     From the last checkpoint, also if it is stopped before its first one; the learning rates after it are those of a
     run that was as long from the start.
     """
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    recipe = ["--recipe", "published", "--warmup_steps", 0, "--lr_scheduler_type", "linear", *UP_TO_TRAINING]
-    gumiho(*command(folder, "long", *recipe, "--max_steps", 6))
-    gumiho(*command(folder, "grown", *recipe, "--max_steps", 3))
+    run = command(folder, "grown", *PUBLISHED, "--lr_scheduler_type", "linear")
+    begin_from(whole, folder / "grown", *STATES)
+    gumiho(*run, "--max_steps", 3)
     capsys.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr(GumihoTrainer, "train", stop)
-        with pytest.raises(SystemExit, match="130"):
-            gumiho(*command(folder, "grown", *recipe, "--max_steps", 6))
+    interrupt(GumihoTrainer, "train", 0, *run, "--max_steps", 6)
     assert "published: trains on, with the schedule of the longer run" in capsys.readouterr().out
-    gumiho(*command(folder, "grown", *recipe, "--max_steps", 6))
+    gumiho(*run, "--max_steps", 6)
     output = capsys.readouterr().out
     assert "published: continues from" in output
     assert "checkpoint-3" in output
-    rates = {}
-    for name in ("long", "grown"):
-        state = json.loads((folder / name / "work/published/trainer_state.json").read_text())
-        rates[name] = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
-    assert rates["grown"][3:] == pytest.approx(rates["long"][3:])
-    assert len(rates["grown"]) == 6
+    state = json.loads((folder / "grown/work/published/trainer_state.json").read_text())
+    rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    falling = [0.02 * (1 - step / 3) for step in range(3)] + [0.02 * (1 - step / 6) for step in range(3, 6)]
+    assert rates == pytest.approx(falling)
 
 
-@pytest.mark.parametrize("stopped_after", ["serial", "heads"])
-def test_a_run_that_stops_between_phases_ends_in_the_same_drafter(
-    folder: Path, whole: Path, stopped_after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run = command(folder, str(tmp_path / "stopped"), *UP_TO_TRAINING)
-    name = {"serial": "train", "heads": "calibrate"}[stopped_after]
-    real, calls = getattr(GumihoTrainer, name), []
-
-    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == {"serial": 2, "heads": 1}[stopped_after]:
-            raise KeyboardInterrupt
-        return real(trainer, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GumihoTrainer, name, stop)
-        with pytest.raises(SystemExit, match="130"):
-            gumiho(*run)
+def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+    """Stopped while it writes, at half a line, while it keeps states, and between, within and after the phases."""
+    run, work = command(folder, "stopped", *UP_TO_TRAINING), folder / "stopped" / "work"
+    interrupt(row_file, "append_rows", 1, *run)
+    with (work / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": "half a')
+    interrupt(feature_extraction, "save_shard", 1, *run)
+    interrupt(GumihoTrainer, "train", 1, *run)
+    interrupt(GumihoTrainer, "training_step", 3, *run)
+    assert (work / "heads" / "checkpoint-3").is_dir()
+    interrupt(GumihoTrainer, "calibrate", 0, *run)
     gumiho(*run)
-    assert_same_drafter(whole, tmp_path / "stopped")
+    assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
+    assert_same_drafter(whole, folder / "stopped")
 
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "work/features/shard-00000.safetensors", "work/held_out/cache.json"]
+    "files", [["model.safetensors"], ["work/features/shard-00000.safetensors", "work/held_out/cache.json"]], ids=len
 )
 def test_a_finished_run_makes_again_what_is_missing(
-    folder: Path, whole: Path, file: str, how: str, tmp_path: Path
+    folder: Path, whole: Path, files: list[str], how: str, tmp_path: Path
 ) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    path = tmp_path / "run" / file
-    if how == "gone":
+    for path in (tmp_path / "run" / file for file in files):
+        data = path.read_bytes()
         path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:40])
+        if how == "cut":
+            path.write_bytes(data[:40])
     run = command(folder, str(tmp_path / "run"), *UP_TO_TRAINING)
     gumiho(*run)
-    if file.startswith("work"):
-        found, expected = (FeatureDataset((path / file).parent) for path in (tmp_path / "run", whole))
+    if how == "gone" or len(files) == 2:
+        assert_same_drafter(tmp_path / "run", whole)
+    for name in ("features", "held_out"):
+        found, expected = (FeatureDataset(path / "work" / name) for path in (tmp_path / "run", whole))
         for row, other in zip(found, expected, strict=True):
             assert all(torch.equal(row[name], other[name]) for name in other)
-    elif how == "gone":
-        assert_same_drafter(tmp_path / "run", whole)
     (tmp_path / "run/work/serial/model.safetensors").write_bytes(b"cut")
     refuse("work/serial/model.safetensors' is damaged", *run)
 
@@ -207,31 +211,17 @@ def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path
     assert_same_drafter(tmp_path / "both", whole)
 
 
-@pytest.mark.parametrize("at_its_end", [False, True])
-def test_a_folder_that_was_moved_goes_on_to_the_same_drafter(
-    folder: Path, at_its_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_moved_goes_on_to_the_same_drafter(folder: Path, whole: Path, published: Path) -> None:
     """Also where the best checkpoint is one from before, and where all steps were taken and no result was kept."""
-    words = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
-    gumiho(*command(folder, str(tmp_path / "whole"), *words))
-    state = json.loads((tmp_path / "whole/work/published/trainer_state.json").read_text())
-    assert not state["best_model_checkpoint"].endswith("checkpoint-4")
-    name = "save_model" if at_its_end else "training_step"
-    real, calls = getattr(GumihoTrainer, name), []
-
-    def stop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if not args if at_its_end else len(calls) > 3:
-            raise KeyboardInterrupt
-        return real(trainer, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GumihoTrainer, name, stop)
-        with pytest.raises(SystemExit, match="130"):
-            gumiho(*command(folder, str(tmp_path / "stopped"), *words))
-    shutil.move(tmp_path / "stopped", tmp_path / "moved")
-    gumiho(*command(folder, str(tmp_path / "moved"), *words))
-    assert_same_drafter(tmp_path / "moved", tmp_path / "whole")
+    begin_from(whole, folder / "to_move", *STATES)
+    interrupt(GumihoTrainer, "training_step", 3, *command(folder, "to_move", *PUBLISHED))
+    shutil.move(folder / "to_move", folder / "moved")
+    interrupt(GumihoTrainer, "save_model", 1, *command(folder, "moved", *PUBLISHED))
+    assert (folder / "moved/work/published/checkpoint-4").is_dir()
+    assert not (folder / "moved/work/published/model.safetensors").exists()
+    shutil.move(folder / "moved", folder / "moved_again")
+    gumiho(*command(folder, "moved_again", *PUBLISHED))
+    assert_same_drafter(folder / "moved_again", published)
 
 
 def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path, whole: Path) -> None:
@@ -268,6 +258,7 @@ def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(
     assert_same_drafter(folder / "last/work/published", folder / "last/work/published/checkpoint-4")
 
 
+@pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("cache_features", ["true", "false"])
 def test_a_process_holds_at_most_one_target(
     folder: Path, cache_features: str, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +273,7 @@ def test_a_process_holds_at_most_one_target(
         return model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    gumiho(*command(folder, f"counted_{cache_features}", "--cache_features", cache_features))
+    gumiho(*command(folder, f"counted_{cache_features}", "--cache_features", cache_features, "--max_steps", 1))
     assert len(most) >= 3  # for the answers and states, to tune, to evaluate
     assert max(most) == 1
 

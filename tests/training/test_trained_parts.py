@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.targets import make_target
-from helpers.trainers import make_args, make_rows
-from helpers.trainers import make_trainer as trainer_of
 from peft import LoraConfig, get_peft_model
+from targets import make_target
+from trainers import make_args, make_rows
+from trainers import make_trainer as trainer_of
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import GumihoTrainer

@@ -95,7 +95,7 @@ def test_a_vocabulary_that_is_whole_needs_no_counting(target: PreTrainedModel, t
     drafter.generation_config.draft_vocabulary = [5, 2, 7]
     make_trainer(target, tmp_path, drafter, size=3, train_dataset=stream, max_steps=1).train()
     assert drafter.generation_config.draft_vocabulary == [5, 2, 7]
-    with pytest.raises(ValueError, match="a stream can only be read while training"):
+    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Give a dataset with a length"):
         make_trainer(target, tmp_path, drafter, size=4, train_dataset=stream, max_steps=1)
 
 
@@ -226,11 +226,8 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
         make_trainer(target, tmp_path, size=1)
 
 
-def test_sizes_and_data_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+def test_sizes_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose one"):
         make_trainer(target, tmp_path, size=9)
     with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
         make_trainer(target, tmp_path, size=0)
-    stream = IterableDataset.from_generator(lambda: iter(make_rows()))
-    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Give a dataset with a length"):
-        make_trainer(target, tmp_path, train_dataset=stream)

@@ -205,23 +205,23 @@ def test_a_quantized_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("broken", "muon"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("broken", "muon"), [(False, False), (True, hasattr(torch.optim, "Muon"))])
 def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     target: PreTrainedModel, tmp_path: Path, broken: bool, muon: bool
 ) -> None:
     settings = {
-        "max_steps": 12, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 3,
+        "max_steps": 8, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 2,
         "eval_strategy": "steps", "eval_steps": 4,
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "muon": muon,
     }  # fmt: skip
     whole = make_trainer(target, tmp_path / "whole", **settings)
     whole.train()
-    killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAt(8)])
+    killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAt(5)])
     with pytest.raises(Killed):
         killed.train()
     if broken:  # the newest checkpoint was being written
-        state = tmp_path / "killed" / "checkpoint-6" / "trainer_state.json"
+        state = tmp_path / "killed" / "checkpoint-4" / "trainer_state.json"
         state.write_bytes(state.read_bytes()[:100])
     resumed = make_trainer(target, tmp_path / "killed", make_drafter(target, seed=5), **settings)
     resumed.train(resume_from_checkpoint=True)

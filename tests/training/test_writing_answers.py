@@ -20,6 +20,7 @@ from training_data import (
     MESSAGES,
     OPENING,
     make_tokenizer,
+    read_jsonl,
 )
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
@@ -54,11 +55,7 @@ def regenerate(
     engine, columns = LocalEngine(target, batch_size), {name: None for row in rows for name in row}
     dataset = Dataset.from_list([columns | row for row in rows])
     regenerate_dataset(dataset, engine, tokenizer, path, written, chat_template_kwargs=kwargs)
-    return read(path)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_jsonl(path)
 
 
 def answer(target: PreTrainedModel, prompt: str, num_tokens: int) -> str:

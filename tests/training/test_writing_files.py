@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
-from commands import gumiho
+from commands import gumiho, interrupt
 from datasets import Dataset
 from full_disk import disk_of, no_room
-from training_data import DEMO_TARGET, write_jsonl
+from training_data import write_jsonl
 
 from transformers_gumiho.files import check_begun_with
 from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
     WritingSettings,
+    feature_cache,
     regenerate_dataset,
     synthesize_dataset,
+    write_feature_cache,
 )
 from transformers_gumiho.training.writing import row_file
 
@@ -39,6 +41,11 @@ def write_questions(path: Path, seed: int = 0, num_prompts: int = 7) -> list[str
     settings: dict[str, Any] = {"max_prompt_tokens": 40, "seed": seed}
     dataset = synthesize_dataset(num_prompts, LocalEngine(TARGET, 4), TOKENIZER, path, **settings)
     return [row["messages"][0]["content"] for row in dataset]
+
+
+def write_features(path: Path) -> None:
+    rows = [{"input_ids": [*range(index, 20)]} for index in range(9)]
+    write_feature_cache(Dataset.from_list(rows), TARGET, TOKENIZER, path, shard_bytes=2 * 20 * (32 * 2 + 12))
 
 
 WRITERS = [write_answers, write_questions]
@@ -77,19 +84,36 @@ def test_more_questions_begin_with_those_that_are_there(whole: Whole, tmp_path: 
     assert write_questions(tmp_path / "a.jsonl", num_prompts=9)[:7] == found
 
 
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_second_run_into_a_file_is_refused(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real, refused = tmp_path / "a.jsonl", row_file.append_rows, []
+@pytest.mark.parametrize(
+    ("write", "owner", "name"),
+    [
+        (write_answers, row_file, "append_rows"), (write_questions, row_file, "append_rows"),
+        (write_features, feature_cache, "save_file"),
+    ],
+    ids=["answers", "questions", "features"],
+)  # fmt: skip
+def test_a_second_run_is_refused(
+    write: Any, owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the first one ends as if it had been alone."""
+    real, refused = getattr(owner, name), []
 
-    def append_and_start_again(*arguments: Any) -> None:
+    def write_and_start_again(*arguments: Any) -> None:
         real(*arguments)
-        with pytest.raises(OSError, match=r"Another run is writing there.*a.jsonl") as error:
-            write(path)
+        with pytest.raises(OSError, match=r"Another run is writing there\. Wait for it to end") as error:
+            write(tmp_path / "a")
         refused.append(error)
 
-    monkeypatch.setattr(row_file, "append_rows", append_and_start_again)
-    write(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, write_and_start_again)
+        write(tmp_path / "a")
     assert len(refused) > 2
+    write(tmp_path / "b")
+    first, alone = (
+        {file.relative_to(path).as_posix(): file.read_bytes() for file in (path, *path.rglob("*")) if file.is_file()}
+        for path in (tmp_path / "a", tmp_path / "b")
+    )
+    assert first == alone
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -146,30 +170,40 @@ row_file.append_rows = append
 main()
 """
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--main_process_port", "0"]
+WORDS = [
+    "--max_new_tokens", 6, "--seed", 0, "--writing_batch_size", 2, "--target_dtype", "float32", "--sampled_share",
+    0.5, "--num_prompts", 9, "--max_prompt_tokens", 40,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "number_after"), [("questions.jsonl", 3), ("none", 1)])
-def test_several_processes_write_what_one_writes(data: str, number_after: int, tmp_path: Path) -> None:
-    """By the command. One of two is killed, and another number of processes goes on."""
+@pytest.mark.parametrize(("data", "num_processes"), [("questions.jsonl", (2, 1)), ("none", (1, 2))])
+def test_several_processes_write_what_one_writes(
+    data: str, num_processes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command. Where one of two processes is killed, a single one goes on, and the other way round."""
     (tmp_path / "run.py").write_text(RUN)
     write_jsonl(tmp_path / "questions.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
-    target = DEMO_TARGET if data != "none" else tmp_path / "chats"
-    TARGET.save_pretrained(tmp_path / "chats")
-    TOKENIZER.save_pretrained(tmp_path / "chats")
-    shared = [
-        "--target", target, "--data", tmp_path / data if data != "none" else data, "--max_new_tokens", 6, "--seed", 0,
-        "--writing_batch_size", 2, "--target_dtype", "float32", "--sampled_share", 0.5, "--num_prompts", 9,
-        "--max_prompt_tokens", 40,
-    ]  # fmt: skip
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for file, number, num_rows in (("one", 1, 99), ("several", 2, 3), ("several", number_after, 99)):
-        words = ["data", "--output_file", tmp_path / f"{file}.jsonl", *shared]
-        if number == 1:
+    TARGET.save_pretrained(tmp_path / "target")
+    TOKENIZER.save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+
+    def write(file: str, number: int, num_rows: int = 99) -> None:
+        words = ["data", "--target", "target", "--data", data, "--output_file", file, *WORDS]
+        if number == 1 and num_rows == 99:
             gumiho(*words)
-            continue
-        command = [sys.executable, *LAUNCH, "--num_processes", number, tmp_path / "run.py", num_rows, *words]
-        process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
-        assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
-    one, several = ((tmp_path / f"{file}.jsonl").read_bytes() for file in ("one", "several"))
+        elif number == 1:
+            interrupt(row_file, "append_rows", num_rows, *words)
+        else:
+            command = [sys.executable, *LAUNCH, "--num_processes", number, "run.py", num_rows, *words]
+            environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
+            assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
+
+    write("one.jsonl", 1)
+    write("several.jsonl", num_processes[0], num_rows=3)
+    write("several.jsonl", num_processes[1])
+    one, several = (Path(f"{file}.jsonl").read_bytes() for file in ("one", "several"))
     assert len(one.splitlines()) == (9 if data == "none" else 17)
     assert several == one
+    for row in map(json.loads, one.splitlines()):
+        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]

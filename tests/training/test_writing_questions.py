@@ -1,6 +1,5 @@
 """Questions that a target asks itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from training_data import CHATML
+from training_data import CHATML, read_jsonl
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from transformers_gumiho.training import LocalEngine, Sampling, UserTurnNotFoundError, synthesize_dataset
@@ -28,14 +27,10 @@ def synthesize(target: PreTrainedModel, path: Path, num_prompts: int = 7, **sett
     return [row["messages"][0]["content"] for row in dataset]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
     openings = ["import ", "Write a class:\n\nclass", "def "]
     synthesize(target, tmp_path / "a.jsonl", 6, openings=openings, batch_size=6)
-    for row, opening in zip(read(tmp_path / "a.jsonl")[:6], openings * 2, strict=True):
+    for row, opening in zip(read_jsonl(tmp_path / "a.jsonl")[:6], openings * 2, strict=True):
         assert row["prompt"].startswith(opening.strip())
         assert len(row["prompt"]) > len(opening)
     with pytest.raises(ValueError, match="created with different settings: openings"):
@@ -47,7 +42,7 @@ def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_pat
     settings: dict[str, Any] = {"batch_size": 5, "sampling": Sampling(temperature=0.01), "max_prompt_tokens": 12}
     with pytest.raises(ValueError, match="0 are of use"):
         synthesize(target, tmp_path / "a.jsonl", 1, openings=openings, **settings)
-    found = [row["prompt"] for row in read(tmp_path / "a.jsonl")[:5]]
+    found = [row["prompt"] for row in read_jsonl(tmp_path / "a.jsonl")[:5]]
     for opening, text in zip(openings, found, strict=True):
         ids = tokenizer(f"<|im_start|>user\n{opening}", return_tensors="pt", add_special_tokens=False)
         said = tokenizer.decode(target.generate(**ids, max_new_tokens=12, do_sample=False)[0])
@@ -81,7 +76,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel, tmp_pa
 def test_an_opening_that_nothing_follows_is_no_prompt(tmp_path: Path) -> None:
     opening = "Tell me how to sort a list of words"
     synthesize(make_chat_target(mean_length=1.5), tmp_path / "a.jsonl", 3, openings=[opening])
-    bare = [row for row in read(tmp_path / "a.jsonl") if row["prompt"] == opening]
+    bare = [row for row in read_jsonl(tmp_path / "a.jsonl") if row["prompt"] == opening]
     assert bare
     assert all(row["dropped"] == "nothing after its opening" for row in bare)
 

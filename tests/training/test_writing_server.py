@@ -3,12 +3,8 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +15,8 @@ import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
 from commands import gumiho, refuse
 from datasets import Dataset
-from training_data import MESSAGES, write_jsonl
+from servers import free_port, serving
+from training_data import MESSAGES, read_jsonl, write_jsonl
 from transformers.utils.import_utils import is_serve_available
 
 from transformers_gumiho.training import (
@@ -132,7 +129,7 @@ def write(
     regenerate_dataset(
         Dataset.from_list([columns | row for row in rows]), engine, TOKENIZER, path, replace(SETTINGS, **settings)
     )
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_jsonl(path)
 
 
 def test_a_server_writes_what_the_target_writes_here(serve: Callable[..., Server], tmp_path: Path) -> None:
@@ -271,31 +268,19 @@ def test_nonsense_costs_its_row_alone(
     assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
 
 
-def find_nowhere() -> str:
-    """An address at which no server listens."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"http://localhost:{free.getsockname()[1]}"
-
-
 @pytest.mark.parametrize("answers", [False, True])
 def test_where_one_server_fails_the_others_go_on(
     serve: Callable[..., Server], tmp_path: Path, answers: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = serve(lambda *_: (503, {"error": "busy"}), {"retry-after-ms": "10"})
-    fails, works = busy.url if answers else find_nowhere(), serve(by_ids).url
+    fails, works = busy.url if answers else f"http://localhost:{free_port()}", serve(by_ids).url
+    told = r"(refuses \(503\)|does not answer)" if answers else "does not answer: .*refused"
     rows = write(make_engine([fails, works], max_retries=1), tmp_path / "a.jsonl")
     assert all("messages" in row for row in rows)
     assert capsys.readouterr().out.count("The other servers go on.") == 1
-    with pytest.raises(EndpointError, match=r"(refuses \(503\)|does not answer).*run this again to continue"):
-        write(make_engine([fails, find_nowhere()], max_retries=1), tmp_path / "b.jsonl")
-
-
-def test_no_server_is_told_and_the_run_goes_on_with_one(serve: Callable[..., Server], tmp_path: Path) -> None:
-    nowhere = find_nowhere()
-    with pytest.raises(EndpointError, match=r"does not answer: .*refused.*run this again"):
-        write(make_engine(nowhere, max_retries=1), tmp_path / "a.jsonl")
-    assert len(write(make_engine(serve(by_ids).url), tmp_path / "a.jsonl")) == len(QUESTIONS)
+    with pytest.raises(EndpointError, match=rf"{told}.*run this again to continue"):
+        write(make_engine([fails, f"http://localhost:{free_port()}"], max_retries=1), tmp_path / "b.jsonl")
+    assert len(write(make_engine(works), tmp_path / "b.jsonl")) == len(QUESTIONS)
 
 
 def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:
@@ -305,76 +290,33 @@ def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:
         make_engine("http://localhost:8000", concurrency=0)
 
 
-class TransformersServe:
-    """A process of `transformers serve`."""
-
-    def __init__(self, model: Path, log: Path):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        self.url, self.log = f"http://localhost:{port}", log
-        command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--port", str(port)]
-        self.process = subprocess.Popen(
-            [*command, "--device", "cpu", "--dtype", "float32"],
-            stdout=log.open("a"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.3)
-        raise RuntimeError(f"`transformers serve` did not start:\n{self.log.read_text()}")
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def start_transformers(tmp_path: Path) -> Iterator[Callable[[], TransformersServe]]:
-    if not is_serve_available():
-        pytest.skip("`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)")
-    model, servers = tmp_path / "tiny", []
-    make_chat_target().save_pretrained(model)
-    make_chat_tokenizer().save_pretrained(model)
-
-    def start() -> TransformersServe:
-        servers.append(TransformersServe(model, tmp_path / "serve.log"))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.kill()
-
-
-def test_transformers_serve_dies_in_the_middle(
-    start_transformers: Callable[[], TransformersServe], tmp_path: Path
-) -> None:
+@pytest.mark.skipif(
+    not is_serve_available(),
+    reason="`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)",
+)
+def test_transformers_serve_dies_in_the_middle(serve: Callable[..., Server], tmp_path: Path) -> None:
     """It is killed when the first answers are written; what is there then stays, and another one writes the rest."""
     path, model = tmp_path / "a.jsonl", str(tmp_path / "tiny")
-    server = start_transformers()
-
-    def kill_after_the_first_rows() -> None:
-        while not path.exists() or not path.stat().st_size:
-            time.sleep(0.005)
-        server.kill()
-
-    killer = threading.Thread(target=kill_after_the_first_rows, daemon=True)
-    killer.start()
+    TARGET.save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
     questions = [{"prompt": f"What is {index}, please?"} for index in range(30)]
-    with pytest.raises(EndpointError, match=r"(does not answer|refuses).*What was written before stays"):
-        write(ServerEngine(server.url, model, TOKENIZER, max_retries=1, concurrency=2), path, questions)
-    killer.join(timeout=60)
-    assert not killer.is_alive()
+    command = ["transformers.cli.transformers", "serve", model, "--device", "cpu", "--dtype", "float32"]
+    with serving(*command) as (url, process):
+
+        def kill_after_the_first_rows() -> None:
+            while not path.exists() or not path.stat().st_size:
+                time.sleep(0.005)
+            os.killpg(process.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_after_the_first_rows, daemon=True)
+        killer.start()
+        with pytest.raises(EndpointError, match=r"(does not answer|refuses).*What was written before stays"):
+            write(ServerEngine(url, model, TOKENIZER, max_retries=1, concurrency=2), path, questions)
+        killer.join(timeout=60)
+        assert not killer.is_alive()
     before = path.read_text(encoding="utf-8").splitlines()
     assert 0 < len(before) < 30
-    rows = write(ServerEngine(start_transformers().url, model, TOKENIZER), path, questions)
+    rows = write(ServerEngine(serve(by_text).url, model, TOKENIZER), path, questions)
     assert [row["row"] for row in rows] == [*range(30)]
     assert {*before} <= {*path.read_text(encoding="utf-8").splitlines()}
-    assert any(row.get("messages") for row in rows)
+    assert any(json.loads(line).get("messages") for line in before)
