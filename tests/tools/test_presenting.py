@@ -604,6 +604,7 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
         ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),
         ("generate", ["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
+        ("generate", ["--seed", 2**63], "--seed must be from 0 to 4294967295, got 9223372036854775808"),
         ("show", ["--step", "0"], "Cycles are counted from 1, got --step 0"),
         ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
     ],

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, option
+from ..files import damaged_files_named
 from ..generation.attach import is_drafter
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.open_text import load_tokenizer
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -72,8 +73,7 @@ def write_served_target(args: AttachArguments) -> str:
     _check_source(args.target, source, weights)
     _check_vocabulary(args.drafter, source)
     if args.record is not None:
-        with as_user_errors():
-            AutoTokenizer.from_pretrained(source)  # which a recording needs
+        load_tokenizer(str(source), None, None)  # which a recording needs
     with as_user_errors():
         (folder / _CODE).mkdir(parents=True)
     for path in kept:
@@ -115,10 +115,10 @@ def _check_source(target: str, source: Path, weights: list[Path]) -> None:
 
 def _check_vocabulary(drafter: str, source: Path) -> None:
     """Raises `ValueError` for the drafter of another target, with which the folder would decode plainly."""
-    with as_user_errors():
+    with as_user_errors(), damaged_files_named(source):
         ours = GumihoConfig.from_pretrained(drafter).get_text_config().vocab_size
         fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
+        theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
     if ours != theirs:
         raise UserValueError(
             f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "
