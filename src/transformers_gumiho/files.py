@@ -52,15 +52,14 @@ def damaged_files_named(name_or_path: Any, options: Mapping[str, Any] | None = N
 
 def check_files(name_or_path: Any, options: Mapping[str, Any], cause: Exception | None = None) -> None:
     """Raises [`UserOSError`] for the first file of a model, on this machine, that is damaged."""
-    if os.path.isdir(str(name_or_path)):
-        folder = Path(name_or_path, options.get("subfolder") or "")
-    else:
+    place = Path(str(name_or_path), options.get("subfolder") or "")
+    if not place.exists():
         places = {name: options[name] for name in PLACES if options.get(name) is not None} | {"local_files_only": True}
         try:
-            folder = Path(str(cached_file(str(name_or_path), "config.json", **places))).parent
+            place = Path(str(cached_file(str(name_or_path), "config.json", **places))).parent
         except OSError:
             return
-    for path in sorted(folder.glob("*")):
+    for path in [place] if place.is_file() else sorted(place.glob("*")):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt"):

@@ -261,7 +261,7 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
         falls = serve(lambda path, body, n: by_ids(path, body, n) if n < 4 else (status, {}), {"retry-after-ms": "10"})
         with pytest.raises(EndpointError, match=rf"refuses \({status}\).*run this again to continue"):
             write(make_engine(falls.url, max_retries=1), tmp_path / "c.jsonl")
-        assert all("skipped" not in row for row in map(json.loads, (tmp_path / "c.jsonl").open()))
+        assert "skipped" not in (tmp_path / "c.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:
