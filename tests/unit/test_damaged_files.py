@@ -78,11 +78,11 @@ COMMANDS: dict[str, list[str]] = {
     [
         *((command, "target/config.json") for command in COMMANDS),
         *((command, "drafter/config.json") for command in ("generate", "attach", "train")),
-        *((command, "drafter/model.safetensors.index.json") for command in ("generate", "attach", "train")),
         *((command, "target/generation_config.json") for command in ("generate", "data", "train")),
         *((command, "target/tokenizer_config.json") for command in ("generate", "data", "train")),
         *((command, "target/tokenizer.json") for command in ("generate", "data", "train")),
-        *((command, "target/model.safetensors.index.json") for command in ("generate", "data", "train")),
+        *((command, "target/model.safetensors.index.json") for command in ("generate", "data")),
+        ("generate", "drafter/model.safetensors.index.json"),
         ("generate", "target/adapter_config.json"),
     ],
 )

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ...commands import as_user_errors
-from ...files import damaged_files_named, load_conversations, read_text
+from ...files import check_files, damaged_files_named, load_conversations, read_text
 from ...model import open_text
 from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
 from ..data.preparation import usable_rows
@@ -72,7 +72,8 @@ def write_answers(
         config = AutoConfig.from_pretrained(args.target)
         try:
             own = GenerationConfig.from_pretrained(str(args.target))
-        except OSError:  # the target has none
+        except OSError:  # the target has none, or a damaged one
+            check_files(args.target, {})
             own = GenerationConfig()
     sampling = args.sampling(own)
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
