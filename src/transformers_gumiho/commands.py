@@ -120,6 +120,7 @@ def reported_in_one_line(program: str) -> Iterator[None]:
 
 
 REQUIRED = MISSING
+_NUM_SEEDS = 2**32  # that NumPy takes; PyTorch takes more
 _WIDEST_NAME = 36
 # What an option takes, by the function that reads it; `BOOL` is true or false.
 _VALUES = {int: "N", float: "X", string_to_bool: "BOOL", Path: "FILE"}
@@ -174,6 +175,10 @@ def parse(
         *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    for option_name in ("seed", "data_seed"):
+        value = next((vars(options)[option_name] for options in parsed if option_name in vars(options)), None)
+        if not 0 <= (value or 0) < _NUM_SEEDS:
+            raise UserValueError(f"--{option_name} must be from 0 to {_NUM_SEEDS - 1}, got {value}.")
     return parsed
 
 

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .commands import UserFileNotFoundError, UserOSError, UserValueError, as_user_errors
+from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
+
+from .commands import UserError, UserFileNotFoundError, UserOSError, UserValueError, as_user_errors
 
 
 if TYPE_CHECKING:
@@ -22,8 +25,56 @@ _READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES}
 _READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
 
 
+# The arguments of `from_pretrained` that say where files are.
+PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+# What models and tokenizers are loaded from, beside weights, by the end of the name: a JSON object each.
+_OBJECTS = ("config.json", "index.json", "tokenizer.json", "tokens.json", "tokens_map.json")
+
+
 class MalformedRowError(UserValueError):
     """A row that cannot be used; its message is the reason it is counted under."""
+
+
+@contextmanager
+def damaged_files_named(name_or_path: Any, options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """
+    Raises [`UserOSError`] where something fails within this, and a file of the model is damaged: libraries take
+    whatever they find for what they expect. `options` are the arguments of `from_pretrained`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        check_files(name_or_path, options or {}, error)
+        raise
+
+
+def check_files(name_or_path: Any, options: Mapping[str, Any], cause: Exception | None = None) -> None:
+    """Raises [`UserOSError`] for the first file of a model, on this machine, that is damaged."""
+    place = Path(str(name_or_path), options.get("subfolder") or "")
+    if not place.exists():
+        places = {name: options[name] for name in PLACES if options.get(name) is not None} | {"local_files_only": True}
+        try:
+            place = Path(str(cached_file(str(name_or_path), "config.json", **places))).parent
+        except OSError:
+            return
+    for path in [place] if place.is_file() else sorted(place.glob("*")):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    continue
+            if not path.name.endswith(_OBJECTS) or isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+                continue
+            finding = "it holds no JSON object"
+        except ValueError as error:  # no JSON, or not UTF-8
+            finding = f"it holds no JSON object ({error})"
+        except SafetensorError as error:
+            finding = str(error)
+        raise UserOSError(
+            f"`{path.name}` of {str(name_or_path)!r} is damaged: {finding}. An interrupted download or copy leaves "
+            f"such a file. Delete it, and download it again (`force_download=True`) or repeat what wrote it."
+        ) from cause
 
 
 def read_text(path: str | Path) -> str:

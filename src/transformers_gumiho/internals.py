@@ -106,14 +106,19 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
 _KNOWN_PACKAGES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
 # Functions that layers of a model's file call by these names.
 _CALLED_IN_FILES = ("eager_attention_forward", "create_causal_mask", "create_sliding_window_causal_mask")
+# Classes of transformers whose update step hands on what the next pass reads: sound, or the number of the step.
+_READ_PER_TOKEN = ("Moshi", "Qwen2_5OmniTalker", "Qwen3OmniMoeTalker", "VoxtralRealtime")
 
 
 def own_step_of_decoding(target: PreTrainedModel) -> str | None:
     """Returns the name of a step of decoding that is the target's own, and that no drafted call runs."""
     if getattr(type(target), PLAIN_STEP) is not generation_step(PLAIN_STEP):
         return PLAIN_STEP
-    steps = (PLAIN_STEP, DECODING_STEP, "_update_model_kwargs_for_generation")
-    return next((name for name in steps if _is_foreign(getattr(target, name))), None)
+    for name in (PLAIN_STEP, DECODING_STEP, "_update_model_kwargs_for_generation"):
+        step = getattr(target, name)
+        if _is_foreign(step) or step.__qualname__.startswith(_READ_PER_TOKEN):
+            return name
+    return None
 
 
 def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
@@ -121,8 +126,9 @@ def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
     Returns the functions of other packages (subclasses, patches, remote code) that run in a target's passes and may
     depend on masks, each by its id and code: a reference to it could keep the target alive.
     """
-    kinds: set[Any] = set(map(type, target.modules()))
-    own = (vars(module).get("forward") for module in target.modules())
+    modules = modules_of(target)
+    kinds: set[Any] = set(map(type, modules))
+    own = (vars(module).get("forward") for module in modules)
     of_files = (getattr(attention_file(kind), name, None) for kind in kinds for name in _CALLED_IN_FILES)
     found = {*own, *(kind.forward for kind in kinds), *of_files, target.prepare_inputs_for_generation} - {None}
     functions = (getattr(function, "__func__", function) for function in found)
@@ -342,6 +348,16 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
     return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Returns what `module.modules()` does in another order, in a quarter of the time: each call reads them all."""
+    found, known = [module], {module}
+    for parent in found:  # grows while it is read
+        new = [child for child in parent._modules.values() if child is not None and child not in known]
+        known.update(new)
+        found += new
+    return found
+
+
 def runs_as_defined(module: nn.Module) -> bool:
     """Whether calling the module runs only the `forward` of its class: without hooks, and none set on the object."""
     return not (num_hooks(module) or "forward" in vars(module) or has_placement_hook(module))
@@ -366,7 +382,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling the module runs a compiled graph, which ignores hooks that are registered later."""
-    return module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), _COMPILED_FROM)
+    own = vars(module).get("forward")
+    return module._compiled_call_impl is not None or (own is not None and hasattr(own, _COMPILED_FROM))
 
 
 def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:

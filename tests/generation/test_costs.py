@@ -17,9 +17,10 @@ from transformers_gumiho.generation.observers import GenerationObserver, observi
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import kept as keeping
+from transformers_gumiho.generation.verification import traits
 from transformers_gumiho.generation.verification.chains import ChainCache
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
-from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.internals import CACHE_NAME, modules_of
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -52,6 +53,21 @@ def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
     target.generate(**arguments, **{CACHE_NAME: cache})
     assert restored
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
+
+
+def test_a_call_reads_the_code_of_its_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next call reads it again, because it may have been patched."""
+    target, read = make_target(), []
+    drafter, real = make_drafter(target), traits.foreign_code
+    monkeypatch.setattr(traits, "foreign_code", lambda target: (read.append(1), real(target))[1])
+    for number in (1, 2):
+        target.generate(**make_prompts([5]), **GREEDY, assistant_model=drafter)
+        assert len(read) == number
+    layer = target.model.layers[0]
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    assert sorted(modules_of(target), key=id) == sorted(target.modules(), key=id)
+    equals_plain(target, drafter)
+    assert traits.TargetTraits.of(target).foreign
 
 
 class Depths(GenerationObserver):

@@ -18,6 +18,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     PreTrainedModel,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -105,7 +107,17 @@ def llava() -> PreTrainedModel:
     return LlavaForConditionalGeneration(config)
 
 
-MODELS = {make.__name__: make for make in (qwen2_vl, qwen3_vl, gemma3, gemma3_outside_vocabulary, gemma4, llava)}
+def paligemma() -> PreTrainedModel:
+    """An update step of its own after each token, and positions that are counted from 1."""
+    vision = VISION | {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False}
+    text = TEXT | {"model_type": "gemma", "head_dim": 8}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, projection_dim=32)
+    config.image_token_id, config.tie_word_embeddings = IMAGE, False
+    return PaliGemmaForConditionalGeneration(config)
+
+
+_MAKERS = (qwen2_vl, qwen3_vl, gemma3, gemma3_outside_vocabulary, gemma4, llava, paligemma)
+MODELS = {make.__name__: make for make in _MAKERS}
 
 
 def make_multimodal_target(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -141,7 +153,7 @@ def make_image_prompts(name: str, num_rows: int = 1, num_last: int = 3) -> dict[
         pixels = torch.rand(num_rows, 16, 12, generator=generator, dtype=torch.float64)
         return prompts | {"pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": is_image}
     prompts["pixel_values"] = torch.randn(num_rows, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return prompts | ({"token_type_ids": is_image} if name.startswith("gemma3") else {})
+    return prompts | ({"token_type_ids": is_image} if name.startswith(("gemma3", "paligemma")) else {})
 
 
 @pytest.mark.parametrize("name", list(MODELS))

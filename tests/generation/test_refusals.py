@@ -25,11 +25,13 @@ from transformers import (
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
+    VoxtralRealtimeForConditionalGeneration,
     XLMConfig,
     XLMWithLMHeadModel,
 )
 
 from transformers_gumiho import GumihoConfig, GumihoModel, attach, internals
+from transformers_gumiho.generation.verification.requirements import check_target
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 
@@ -114,6 +116,14 @@ def test_steps_of_decoding_that_are_the_targets_own(target: PreTrainedModel, kin
     refuses(own, f"{kind.__name__} decodes with a `{step}` of its own")
     with pytest.raises(ValueError, match=step):
         attach(own, make_drafter(target))
+
+
+def test_an_update_step_that_hands_on_what_the_next_pass_reads() -> None:
+    """Of transformers' own classes some do so; others are drafted for (PaliGemma, Idefics, Mllama)."""
+    with torch.device("meta"):
+        voxtral = VoxtralRealtimeForConditionalGeneration(small_config("voxtral_realtime"))
+    with pytest.raises(ValueError, match="decodes with a `_update_model_kwargs_for_generation` of its own"):
+        check_target(voxtral)
 
 
 def test_encoder_decoder() -> None:

@@ -18,6 +18,7 @@ are those of the CPU, and all devices share its random generator.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -216,12 +217,28 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
+class _Event:
+    """An event of a device, for a stream of that device."""
+
+    def __init__(self, device: Any, machine: PretendMachine):
+        self._device, self._machine = _normal(device), machine
+
+    def record(self, stream: torch.device | None = None) -> None:
+        if (stream or _normal("cuda")) != self._device:
+            raise MixedDevices(f"an event on {self._device} got a stream on {stream} in {_calling_line()}")
+
+    def synchronize(self) -> None:
+        self._machine.note_wait(f"synchronize with {self._device}")
+
+
 @contextmanager
 def pretending() -> Iterator[PretendMachine]:
     """Within it this thread has pretend accelerators."""
     machine = PretendMachine()
     with (
         patch.object(torch, "Generator", _Generator),
+        patch.object(torch, "Event", partial(_Event, machine=machine)),
+        patch.object(torch.accelerator, "current_stream", _normal),
         patch.multiple(
             torch.cuda,
             get_rng_state=lambda device: torch.get_rng_state(),

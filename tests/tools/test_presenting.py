@@ -590,7 +590,8 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
         ("generate", ["--assistant", DEMO_TARGET.parents[1] / "smollm2" / "gumiho"],
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
         ("show", ["--step", "0"], "--step must be at least 1, got 0"),
-        ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
+        ("generate", ["--seed", 2**63], "--seed must be from 0 to 4294967295, got 9223372036854775808"),
+           ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
     ],
 )  # fmt: skip
 def test_what_a_user_can_fix_is_reported_without_a_traceback(

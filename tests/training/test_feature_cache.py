@@ -1,5 +1,6 @@
 """Cached features: the losses of the running target, files that survive a kill, and caches that are refused."""
 
+import copy
 import errno
 import platform
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from datasets import Dataset
+from pretend_device import pretending
 from safetensors import SafetensorError
 from sweep_architectures import build
 from targets import make_target
@@ -249,6 +251,16 @@ def test_a_damaged_cache_is_named_and_extraction_repairs_it(
     assert contents(tmp_path / "cache") == before
     # What is intact stays.
     assert saved == ([f"{path.name}.partial"] if name.startswith("shard") else ["target.safetensors.partial"])
+
+
+def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tmp_path: Path) -> None:
+    """It may be another one than the current."""
+    write(target, tmp_path / "here")
+    with pretending() as machine:
+        write(copy.deepcopy(target).to("cuda:1"), tmp_path / "there")
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors"):
+        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+    assert sum("synchronize with cuda:1" in wait for wait in machine.waits) == len(LENGTHS)
 
 
 class Reads:

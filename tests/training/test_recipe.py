@@ -187,6 +187,8 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
         (["--target", DEMO_TARGET, "--data", "none"], "has no chat template"),
+        (["--target", "t", "--data", "x", "--use_cpu", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
+        (["--target", "t", "--data", "x", "--use_cpu", "--data_seed", "1" * 30], "--data_seed must be from 0 to "),
         (["--target", "t", "--data", "x", "--target_dtype", "bf16"], "'bf16'. Give --target_dtype float32"),
         (["--target", "t", "--data", "x", "--features_dtype", "auto"], "'auto'. Give --features_dtype float32"),
         (["--target", "t", "--data", "x", "--chat_template_kwargs", "yes"], "must be a JSON object, got 'yes'"),

@@ -165,7 +165,19 @@ def test_a_server_without_token_ids_is_used_by_text(
         assert row["generations"][0]["prompt_ids"] == other["generations"][0]["prompt_ids"]
         assert row["ended"] == other["ended"]
     out = capsys.readouterr().out
-    assert out.count("sends no token ids: its texts are encoded again") == 1
+    assert out.count("sends no token ids: texts are encoded again") == 1
+
+
+def test_servers_of_different_software_lose_no_rows(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """One of them knows no token ids, so both are used by text."""
+
+    def knows_both(path: str, body: dict[str, Any], number: int) -> Reply:
+        return (by_ids if "return_token_ids" in body else by_text)(path, body, number)
+
+    one = write(make_engine(serve(by_text).url), tmp_path / "one.jsonl", max_new_tokens=20)
+    servers = [serve(knows_both), serve(by_text)]
+    assert write(make_engine([server.url for server in servers]), tmp_path / "two.jsonl", max_new_tokens=20) == one
+    assert all(len(server.requests) > 1 for server in servers)
 
 
 def test_the_commands_tell_what_they_do(
@@ -218,7 +230,7 @@ def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Pa
     assert all("messages" in row for row in rows)
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 422, 500, 504])
 def test_a_refused_row_is_skipped_with_the_servers_words(
     serve: Callable[..., Server], tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,10 +239,12 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
     monkeypatch.setattr(row_file, "_ROWS_AT_A_SERVER", 1)
 
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        if isinstance(body["prompt"], str):  # whether it still answers
+            return by_text(path, body, number)
         is_long = refused in TOKENIZER.decode(body["prompt"])
         return (status, {"message": "the context is full"}) if is_long else by_ids(path, body, number)
 
-    server = serve(reply)
+    server = serve(reply, {"retry-after-ms": "10"})
     rows = write(make_engine(server.url), path)
     assert [n for n, row in enumerate(rows) if "skipped" in row] == [1]
     assert rows[1]["skipped"].startswith(f"the server refuses it ({status})")
@@ -240,6 +254,11 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
     assert len(server.requests) <= num_requests + 1
     with pytest.raises(EndpointError, match=rf"refuses it \({status}\).*So it was with all 1 requests"):
         write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS[1:2])
+    if status >= 500:  # of a server that fails from some request on, no row is lost
+        falls = serve(lambda path, body, n: by_ids(path, body, n) if n < 4 else (status, {}), {"retry-after-ms": "10"})
+        with pytest.raises(EndpointError, match=rf"refuses \({status}\).*run this again to continue"):
+            write(make_engine(falls.url, max_retries=1), tmp_path / "c.jsonl")
+        assert "skipped" not in (tmp_path / "c.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:

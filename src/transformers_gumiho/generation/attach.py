@@ -19,8 +19,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserValueError
+from ..files import damaged_files_named
 from ..internals import named_arguments, prepared_request
-from ..model.loading import damaged_json_named, find_packaged_folder, is_of_drafter
+from ..model.loading import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from .verification.continuation import check_multi_token_decode
@@ -250,7 +251,7 @@ def is_drafter(name: str | os.PathLike) -> bool:
     if find_packaged_folder(str(name)):
         return True
     try:
-        with damaged_json_named("config.json", name):
+        with damaged_files_named(name):
             config, _ = PreTrainedConfig.get_config_dict(str(name))
             return is_of_drafter(config, name)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,9 @@ from .verification.traits import TargetTraits, Unsupported
 
 logger = logging.get_logger(__name__)
 
+# The config of the call that this thread checked last, and the target's traits, which the decoding step takes over.
+_checked = threading.local()
+
 
 def _drafter_in(assistant: Any) -> GumihoModel | None:
     """Returns the drafter that an `assistant_model` stands for; `None` for other assistants."""
@@ -54,7 +58,8 @@ def _validate_generation_mode(
     drafter = _drafter_in(assistant)
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
-            check_request(target, drafter, generation_config, generation_mode_kwargs)
+            traits = check_request(target, drafter, generation_config, generation_mode_kwargs)
+            _checked.call = generation_config, traits
         _warn_of_tree_size(target, generation_config)
         # `plain` checks the rest as for a call without an assistant.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
@@ -87,7 +92,10 @@ def _assisted_decoding(
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
-    traits, config = TargetTraits.of(verifier), kwargs["generation_config"]
+    config = kwargs["generation_config"]
+    checked, traits = vars(_checked).pop("call", (None, None))
+    if checked is not config:  # one of an attached drafter was checked before the target's own `generate`
+        traits = TargetTraits.of(verifier)
     prompt_length = input_ids.shape[1]
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
     reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserOSError, UserValueError
-from .loading import as_drafter_fields, damaged_json_named, find_packaged_folder, released_names
+from ..files import damaged_files_named
+from .loading import as_drafter_fields, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, state_width
 
 
@@ -189,7 +190,7 @@ class GumihoConfig(PreTrainedConfig):
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
         try:
-            with damaged_json_named("config.json", name):
+            with damaged_files_named(name, kwargs):
                 fields, unused = super().get_config_dict(name, **kwargs)
                 if not isinstance(fields, dict):
                     raise TypeError(f"a {type(fields).__name__}")

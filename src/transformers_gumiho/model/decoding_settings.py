@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..commands import UserValueError
+from ..commands import UserError, UserValueError
+from ..files import damaged_files_named
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import vocabulary_fault
-from .loading import DamagedFileError, damaged_json_named, find_packaged_folder
+from .loading import find_packaged_folder
 
 
 # Decoding settings that live in `GumihoModel.generation_config`. `None`, which they are unless set, stands for the
@@ -66,9 +67,9 @@ class DecodingSettingsMixin:
         elif name is not None:
             where = {argument: loading[argument] for argument in _LOADING_ARGUMENTS if argument in loading}
             try:
-                with damaged_json_named("generation_config.json", name):
+                with damaged_files_named(name, where):
                     self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
-            except DamagedFileError:
+            except UserError:
                 raise
             except OSError:  # there is no such file: without a packaged one that fits, the defaults stay
                 if packaged := find_packaged_folder(name):

@@ -3,19 +3,20 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import LlamaConfig
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, logging
 
-from ..commands import UserOSError, UserValueError
+from ..commands import UserValueError
+from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
@@ -23,8 +24,6 @@ from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
 
 logger = logging.get_logger(__name__)
 
-# The arguments of `from_pretrained` that say where files are.
-PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 # In a wheel the configs are inside the package; a clone keeps them in its top-level folder.
 _FOLDERS = (Path(__file__).parents[1] / "hub_configs", Path(__file__).parents[3] / "hub_configs")
 _OWNER = "amd"  # of the released drafters, on the Hub
@@ -35,30 +34,6 @@ _MAX_LAYERS = 8
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 _FUSION_TENSOR = "layer_fusion.weight"
-
-
-class DamagedFileError(UserOSError):
-    """A file is there, and does not hold what a file of its name holds."""
-
-    def __init__(self, file: str, name_or_path: Any, finding: str):
-        super().__init__(
-            f"`{file}` of {str(name_or_path)!r} is damaged: {finding}. An interrupted download or copy leaves such a "
-            f"file. Delete it, and download it again (`force_download=True`) or save it again."
-        )
-
-
-@contextmanager
-def damaged_json_named(file: str, name_or_path: Any) -> Iterator[None]:
-    """Raises [`DamagedFileError`] where transformers reads, within this, a JSON file that holds no object."""
-    try:
-        yield
-    except (AttributeError, TypeError) as error:  # it takes whatever JSON it finds for an object
-        raise DamagedFileError(file, name_or_path, f"it holds no JSON object ({error})") from error
-    except OSError as error:
-        # It raises the same where there is no file.
-        if not isinstance(error.__context__, (json.JSONDecodeError, UnicodeDecodeError)):
-            raise
-        raise DamagedFileError(file, name_or_path, f"it holds no JSON object ({error.__context__})") from error
 
 
 def find_packaged_folder(name_or_path: Any) -> Path | None:
@@ -160,29 +135,14 @@ def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tu
     Returns the shape of each tensor of a checkpoint by its plain name, without reading the tensors. There are none
     where no weight file is found. The arguments are those of [`weight_files`].
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    with damaged_weights_named(name_or_path, options):
-        for file in weight_files(name_or_path, options):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as tensors:
-                    for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                        shapes[plain_name(key)] = tuple(tensors.get_slice(key).get_shape())
-            else:
-                entries = _load_pickle(file, "meta")
-                shapes |= {plain_name(key): tuple(getattr(entry, "shape", ())) for key, entry in entries.items()}
-    return shapes
+    with damaged_files_named(name_or_path, options):
+        return {plain_name(key): shape for key, shape, _ in _entries(name_or_path, options, "meta")}
 
 
 def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
     """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
-    dtypes: set[torch.dtype] = set()
-    for file in weight_files(name_or_path, options):
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                dtypes |= {tensors.get_tensor(key).dtype for key in tensors.keys()}  # noqa: SIM118 (not a dict)
-        else:
-            entries = _load_pickle(file, "meta").values()
-            dtypes |= {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
+    entries = (read() for *_, read in _entries(name_or_path, options, "meta"))
+    dtypes = {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
     return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
 
 
@@ -191,38 +151,28 @@ def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
     plain = plain_name(key)
     if options.get("state_dict") is not None:
         return next((entry for name, entry in options["state_dict"].items() if plain_name(name) == plain), None)
+    entries = _entries(name_or_path, options, "cpu")
+    return next((read() for name, _, read in entries if plain_name(name) == plain), None)
+
+
+def _entries(
+    name_or_path: Any, options: Mapping[str, Any], device: str
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
+    """Yields names and shapes of a checkpoint's entries, and functions that read them: pickles to this device."""
     for file in weight_files(name_or_path, options):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if plain_name(name) == plain:
-                        return tensors.get_tensor(name)
-            continue
-        for name, entry in _load_pickle(file, "cpu").items():
-            if plain_name(name) == plain:
-                return entry
-    return None
+                for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield key, tuple(tensors.get_slice(key).get_shape()), partial(tensors.get_tensor, key)
+        else:
+            for key, entry in _load_pickle(file, device).items():
+                yield key, tuple(getattr(entry, "shape", ())), partial(lambda entry: entry, entry)
 
 
 def _load_pickle(file: Path, device: str) -> dict[str, Any]:
     # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
     entries: dict[str, Any] = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
     return entries
-
-
-@contextmanager
-def damaged_weights_named(name_or_path: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raises [`DamagedFileError`] where a safetensors file that is read within this is truncated or damaged."""
-    try:
-        yield
-    except SafetensorError as error:
-        for file in weight_files(name_or_path, options):
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError as finding:
-                raise DamagedFileError(file.name, name_or_path, str(finding)) from error
-        raise
 
 
 class RenamingOnLoad(WeightRenaming):

@@ -15,12 +15,13 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
+from ..files import damaged_files_named
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
-from .loading import accept_checkpoint, damaged_weights_named
+from .loading import accept_checkpoint
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
@@ -209,7 +210,7 @@ class GumihoModel(GumihoPreTrainedModel):
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
             fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
             kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
-        with damaged_weights_named(pretrained_model_name_or_path, kwargs):
+        with damaged_files_named(pretrained_model_name_or_path, kwargs):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )

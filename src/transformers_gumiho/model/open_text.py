@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..commands import UserValueError, as_user_errors
-from ..files import read_text
+from ..files import damaged_files_named, read_text
 
 
 def encode_open_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -53,7 +53,7 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any]:
 def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) -> PreTrainedTokenizerBase:
     """Returns a target's tokenizer, with the chat template of a file if one is given, and its arguments."""
     values = parse_template_kwargs(kwargs)
-    with as_user_errors():
+    with as_user_errors(), damaged_files_named(target):
         tokenizer = AutoTokenizer.from_pretrained(target)
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template)

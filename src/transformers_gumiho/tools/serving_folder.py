@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from transformers import AutoTokenizer
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, option
+from ..files import damaged_files_named
 from ..generation.attach import is_drafter
 from ..model.configuration_gumiho import GumihoConfig
+from ..model.open_text import load_tokenizer
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -66,9 +67,9 @@ def write_served_target(args: AttachArguments) -> str:
     _check_source(args.target, source)
     _check_vocabulary(args.drafter, source)
     copy = shutil.copy if args.copy_weights else _link_weights
+    if args.record is not None:
+        load_tokenizer(str(source), None, None)  # which a recording needs
     with as_user_errors():
-        if args.record is not None:
-            AutoTokenizer.from_pretrained(source)  # which a recording needs
         (folder / _CODE).mkdir(parents=True)  # before the folder gets the target's mode, which may be read-only
         shutil.copytree(source, folder, ignore=_left_out, copy_function=copy, dirs_exist_ok=True)
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
@@ -110,10 +111,10 @@ def _check_source(target: str, source: Path) -> None:
 
 def _check_vocabulary(drafter: str, source: Path) -> None:
     """Raises `ValueError` for the drafter of another target, with which the folder would decode plainly."""
-    with as_user_errors():
+    with as_user_errors(), damaged_files_named(source):
         ours = GumihoConfig.from_pretrained(drafter).get_text_config().vocab_size
         fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
+        theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
     if ours != theirs:
         raise UserValueError(
             f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "

@@ -166,7 +166,7 @@ class CachedFeatures:
         self.layers = manifest.layers
         try:
             self.config = AutoConfig.from_pretrained(target)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise damaged(target / "config.json", error) from error
         self.config.name_or_path = manifest.target_name
         weights = load_checked(target / WEIGHTS)

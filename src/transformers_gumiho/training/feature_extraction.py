@@ -211,9 +211,9 @@ def _send_to_host(
         on_device["layer_states"] = states.target_states[..., :width]
     dtype = getattr(torch, manifest.dtype)
     on_host = {name: tensor.to(dtype).to("cpu", non_blocking=True) for name, tensor in on_device.items()}
-    copied = None if states.last.device.type == "cpu" else torch.Event(states.last.device.type)
+    copied = None if states.last.device.type == "cpu" else torch.Event(states.last.device)
     if copied is not None:
-        copied.record()
+        copied.record(torch.accelerator.current_stream(states.last.device))
 
     def arrive() -> Rows:
         if copied is not None:

@@ -1,10 +1,11 @@
 """Which attention the layers of a target compute, and what masks it takes in passes over draft trees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...internals import (
@@ -16,6 +17,7 @@ from ...internals import (
     eager_attention,
     is_unmasked_implementation,
     masks_for_attention,
+    modules_of,
     registered_attention,
 )
 from .attention import replaced_attention
@@ -61,11 +63,12 @@ def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows
     `has_windows`: whether layers attend to a window.
     """
     name = attention_implementation(config)
-    found = _functions_of_layers(model)
+    modules = modules_of(model.get_decoder())
+    kinds = attention_classes(modules)
+    found = _functions_of_layers(modules, kinds)
     if len(found) > 1:
         names = ", ".join(sorted({repr(name) for name, _ in found}))
         return AttentionKind(name, tree_obstacle=f"has layers with different attention functions ({names})")
-    kinds = attention_classes(model)
     if not found:
         refusal = None if name in MASKED_IMPLEMENTATIONS else "its code does not look up attention functions by name"
         return AttentionKind(name, omits_masks=name == "sdpa", refusal=refusal)
@@ -83,18 +86,18 @@ def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows
     return _registered_kind(name, function, masks, has_windows)
 
 
-def attention_classes(model: PreTrainedModel) -> set[type]:
-    """Returns the classes of the decoder's modules whose code may look up an attention function."""
-    return {type(module) for module in model.get_decoder().modules() if attention_file(type(module)) is not None}
+def attention_classes(modules: Sequence[nn.Module]) -> set[type]:
+    """Returns the classes of a decoder's modules whose code may look up an attention function."""
+    return {kind for kind in set(map(type, modules)) if attention_file(kind) is not None}
 
 
-def _functions_of_layers(model: PreTrainedModel) -> dict[tuple[str, int], Any]:
-    """Returns the functions that the decoder's layers look up, by the implementation's name and the function's id."""
-    configs = ((type(module), getattr(module, "config", None)) for module in model.get_decoder().modules())
-    names = {
-        (kind, attention_implementation(config)) for kind, config in configs if isinstance(config, PreTrainedConfig)
-    }
-    found = [(name, attention_of_layers(kind, name)) for kind, name in names if name and attention_file(kind)]
+def _functions_of_layers(modules: Sequence[nn.Module], kinds: set[type]) -> dict[tuple[str, int], Any]:
+    """Returns the functions that layers of these kinds look up, by the implementation's name and the function's id."""
+    configs = ((type(module), getattr(module, "config", None)) for module in modules if type(module) in kinds)
+    # Layers share configs, and reading one takes long.
+    distinct = {(kind, id(config)): config for kind, config in configs if isinstance(config, PreTrainedConfig)}
+    names = {(kind, attention_implementation(config)) for (kind, _), config in distinct.items()}
+    found = [(name, attention_of_layers(kind, name)) for kind, name in names if name]
     return {(name, id(function)): function for name, function in found}
 
 

@@ -21,6 +21,7 @@ from ...internals import (
     has_own_forward,
     is_compiled,
     mark_static_address,
+    modules_of,
     uncompiled,
     uncompiled_copy,
     would_compile,
@@ -198,7 +199,7 @@ def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> 
     drafter reads (those of `layers`), and those around them, are not compiled: a graph ignores hooks that are
     registered later, and a compiling thread fails where hooks come and go. All other modules stay compiled.
     """
-    if not any(map(is_compiled, target.modules())):
+    if not any(map(is_compiled, modules_of(target))):
         return target
     read = {} if layers is None else find_layers(target, layers)
     return _copied(target, {find_decoder(target), *read.values()})

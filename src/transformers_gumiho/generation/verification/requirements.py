@@ -37,7 +37,7 @@ _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
 _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
 
 
-def unsupported_reason(check: Callable[..., None], *args: Any) -> str | None:
+def unsupported_reason(check: Callable[..., Any], *args: Any) -> str | None:
     """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
     try:
         check(*args)
@@ -48,10 +48,10 @@ def unsupported_reason(check: Callable[..., None], *args: Any) -> str | None:
 
 def check_request(
     target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
-) -> None:
+) -> TargetTraits:
     """
-    Raises [`Unsupported`] where the target, the drafter or the way of generating does not allow drafting.
-    `mode_kwargs` are the arguments of `generate()` that choose how it decodes, such as `tokenizer`.
+    Returns the traits of the target. Raises [`Unsupported`] where the target, the drafter or the way of generating
+    does not allow drafting. `mode_kwargs` are arguments of `generate()` that choose how it decodes, as `tokenizer`.
     """
     for name in _CONFLICTING_SETTINGS:
         if (value := getattr(generation_config, name, None)) not in (None, False):
@@ -97,6 +97,7 @@ def check_request(
             drafter.share_embedding(target)
         except ValueError as error:
             raise Unsupported(f"This drafter was saved without a token embedding. {error}") from error
+    return traits
 
 
 # For each tokenizer of an assistant the equal ones of targets.

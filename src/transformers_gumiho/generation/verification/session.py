@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...internals import modules_of
 from ..tree.draft_tree import DraftTree, map_tensors, padded_root
 from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath, pick
@@ -212,7 +213,7 @@ class TargetSession:
         attention = self.traits.attention
         if not attention.is_replaced:
             return nullcontext
-        return masked_attention(self.model, attention.name, attention_classes(self.model))
+        return masked_attention(self.model, attention.name, attention_classes(modules_of(self.model.get_decoder())))
 
     def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
         """

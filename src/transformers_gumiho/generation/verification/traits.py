@@ -65,14 +65,15 @@ class TargetTraits:
         kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
+        parameters, cache_name = forward_parameters(target), cache_argument(target)
         traits = cls(
             name=type(target).__name__,
             config=config,
             attention=attention,
             windows=windows,
-            cache_argument=cache_argument(target),
-            cache_class=_cache_class(target),
-            unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in forward_parameters(target)},
+            cache_argument=cache_name,
+            cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
+            unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
             foreign=foreign_code(target) | ({attention.registered} - {None}),
             tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
         )
@@ -127,9 +128,7 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
     return None
 
 
-def _cache_class(target: PreTrainedModel) -> type | None:
-    name = cache_argument(target)
-    parameter = forward_parameters(target).get(name)
+def _cache_class(target: PreTrainedModel, name: str, parameter: inspect.Parameter | None) -> type | None:
     # XLM has an older argument of this name, which is a dictionary.
     if parameter is None or dict in _annotated(parameter):
         return None

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
+from ...files import damaged_files_named
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
-from ...model.loading import damaged_weights_named
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import load_tokenizer
 from .arguments import DraftingArguments, PairArguments
@@ -81,7 +81,7 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         if torch.device(device_map or here).type not in ("cpu", here.type):
             raise UserValueError(f"There is no device {device_map!r} here. Leave the device map out, or give 'cpu'.")
     tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
-    with as_user_errors(), damaged_weights_named(name, {}):
+    with as_user_errors(), damaged_files_named(name):
         target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map or here)
     if isinstance(target, GumihoModel):
         raise UserValueError(

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserFileNotFoundError, UserValueError
+from ...files import damaged_files_named
 from ...model.fingerprint import VOLATILE
 
 
@@ -36,7 +37,8 @@ def checkpoint_fingerprint(name: str | Path) -> str:
     else:
         raise UserFileNotFoundError(f"{str(name)!r} holds no weights: no model.safetensors and no pytorch_model.bin.")
     for path in (folder / config for config in _CONFIGS if (folder / config).exists()):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        with damaged_files_named(folder):
+            config = dict(json.loads(path.read_text(encoding="utf-8")))
         parts.append(json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True))
         if base := config.get("base_model_name_or_path"):
             parts.append(checkpoint_fingerprint(base))

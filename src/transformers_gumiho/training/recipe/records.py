@@ -30,7 +30,7 @@ _NO_PART = re.compile(
     r"|dataloader_(?!drop_last).*"
     r"|output_dir|push_to_hub.*|report_to|run_name|project|disable_tqdm|use_cpu|local_rank|accelerator_config"
     r"|parallelism_config|per_device.*|gradient_accumulation_steps|gradient_checkpointing.*|max_steps"
-    r"|num_train_epochs|resume_from_checkpoint|load_best_model_at_end|metric_for_best_model|greater_is_better"
+    r"|num_train_epochs|resume_from_checkpoint|metric_for_best_model|greater_is_better"
     r"|batch_eval_metrics|prediction_loss_only|skip_memory_metrics|torch_empty_cache_steps|auto_find_batch_size"
     r"|average_tokens_across_devices|ignore_data_skip|restore_callback_states_from_checkpoint|debug"
     r"|enable_jit_checkpoint|loss_chunk_size|acceptance_max_new_tokens|length_column_name"
@@ -82,7 +82,8 @@ def training_contents(
     values = training_args.to_dict()
     options = {name: value for name, value in values.items() if not _NO_PART.fullmatch(name)}
     if training_args.load_best_model_at_end:  # these choose the drafter
-        options |= {name: values[name] for name in ("metric_for_best_model", "greater_is_better")}
+        names = ("metric_for_best_model", "greater_is_better", "eval_strategy", "save_strategy")
+        options |= {name: values[name] for name in names}
     return options | {
         "rows_per_step": training_args.rows_per_step,
         "lora_rank": args.lora_rank,

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
 from ...commands import UserValueError, as_user_errors
-from ...files import Record
+from ...files import Record, damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.target_shape import TargetLayers
 from .. import (
@@ -106,8 +106,9 @@ class Run:
     def target_config(self) -> Any:
         """The target's config."""
         folders = self.args.features
-        with as_user_errors():
-            return AutoConfig.from_pretrained(Path(folders[0]) / TARGET_FOLDER if folders else self.args.target)
+        name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
+        with as_user_errors(), damaged_files_named(name):
+            return AutoConfig.from_pretrained(name)
 
     @cached_property
     def drafter_config(self) -> GumihoConfig:

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, TrainerState, set_seed
+from transformers import PreTrainedModel, PrinterCallback, TrainerState, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import Record
+from ...files import Record, check_files
 from ...model.configuration_gumiho import GumihoConfig, resolve_layer_ids
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn
+from ...model.open_text import encode_turn, load_tokenizer
 from .. import (
     CachedFeatures,
     FeatureDataset,
@@ -92,6 +92,7 @@ class Training:
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
         is_there = any(self.folder.glob("*model*.safetensors"))
         if trainer is None and is_there and whole.is_finished and whole.made_from == how:
+            check_files(self.folder, {})
             return
         # There is no trainer where the run was stopped after its last phase.
         trainer = trainer or self._trainer(name, training_args, start, _state_in(training_args.output_dir))
@@ -222,7 +223,7 @@ def cached_data(folders: list[str], num_eval_rows: float, seed: int, held_out: P
     return {
         "eval_dataset": eval_rows if held_out is None else FeatureDataset(held_out),
         "train_dataset": torch.utils.data.Subset(rows, sorted({*range(len(rows))} - {*chosen})),
-        "processing_class": AutoTokenizer.from_pretrained(Path(folders[0]) / TARGET_FOLDER),
+        "processing_class": load_tokenizer(str(Path(folders[0]) / TARGET_FOLDER), None, None),
     }
 
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ...commands import as_user_errors
-from ...files import load_conversations, read_text
+from ...files import check_files, damaged_files_named, load_conversations, read_text
 from ...model import open_text
 from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
 from ..data.preparation import usable_rows
@@ -39,7 +39,7 @@ def load_target(args: WritingArguments) -> PreTrainedModel:
             f"{num_devices} devices are visible, and {state.num_processes} used: see `accelerate launch` in the guide."
         )
     # With its index: transformers loads in threads, in which the current device is the first one.
-    with as_user_errors():
+    with as_user_errors(), damaged_files_named(args.target):
         return AutoModelForCausalLM.from_pretrained(
             args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
         ).eval()
@@ -68,12 +68,14 @@ def write_answers(
     Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
     if no server runs it.
     """
-    with as_user_errors():
+    with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
-    try:
-        sampling = args.sampling(GenerationConfig.from_pretrained(str(args.target)))
-    except OSError:  # the target has none
-        sampling = args.sampling(GenerationConfig())
+        try:
+            own = GenerationConfig.from_pretrained(str(args.target))
+        except OSError:  # the target has none, or a damaged one
+            check_files(args.target, {})
+            own = GenerationConfig()
+    sampling = args.sampling(own)
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
     if not args.writes_prompts:
         rows, report = load_rows(args, tokenizer, config, answered=False)

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -127,12 +128,13 @@ class ServerEngine:
             raise MalformedRowError("the server's response is invalid") from error
 
     def _ask_for_ids(self) -> bool:
-        try:
-            self._by_ids(Request(self.tokenizer("a")["input_ids"], 1, None, 0))
-        except _NO_ANSWER:
-            text = "sends no token ids: its texts are encoded again, and those that do not encode back are left out"
-            tqdm.write(f"{self.urls[0]} {text}.")
-            return False
+        for url in self.urls:  # requests take the servers in turns
+            try:
+                self._by_ids(Request(self.tokenizer("a")["input_ids"], 1, None, 0))
+            except _NO_ANSWER:
+                text = "sends no token ids: texts are encoded again, and those that do not encode back are left out"
+                tqdm.write(f"{url} {text}.")
+                return False
         return True
 
     def _by_ids(self, request: Request) -> Completion:
@@ -171,9 +173,10 @@ class ServerEngine:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
                 cause, said = error, f"({error.status_code}): {error.response.text[:200]}"
-                if error.status_code in _REFUSALS:
+                is_down = error.status_code >= 500 and not self._answers(client)
+                if error.status_code in _REFUSALS or (error.status_code >= 500 and not is_down):
                     raise MalformedRowError(f"the server refuses it {said}") from error
-                failure, is_down = f"{error.request.url} refuses {said}", error.status_code >= 500
+                failure = f"{error.request.url} refuses {said}"
             except openai.APIConnectionError as error:
                 cause, is_down = error, True
                 failure = f"{error.request.url} does not answer: {error.__cause__ or error}"
@@ -185,3 +188,12 @@ class ServerEngine:
                 if client in self._clients:
                     self._clients.remove(client)
                     tqdm.write(f"{failure}. The other servers go on.")
+
+    def _answers(self, client: Any) -> bool:
+        """Returns whether a server that failed in a request answers another one, of one token."""
+        import openai
+
+        with suppress(openai.APIError):
+            client.with_options(max_retries=0).completions.create(model=self.fingerprint, prompt="a", max_tokens=1)
+            return True
+        return False
