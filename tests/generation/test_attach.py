@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from commands import gumiho, refuse
-from demo_pair import FOLDER, load_drafter
 from streamers import Recorder
 from targets import Pair, make_drafter, make_prompts, make_target, passes_of
 from torch import nn
+from trained_pair import FOLDER, load_drafter
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,

@@ -392,7 +392,8 @@ def test_what_chains_do_not_allow() -> None:
     drafter = make_chain_drafter(target)
     with pytest.raises(ValueError, match=r"'static'` is not available here: Qwen3_5.* has layers of type linear"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, cache_implementation="static")
-    cache = DynamicCache(config=target.config, offloading=True)
+    cache = DynamicCache(config=target.config)
+    cache.offloading = True  # as an argument, it needs a device for its stream
     with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache`.*and offloading"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, **{CACHE_NAME: cache})
 

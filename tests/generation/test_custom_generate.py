@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from demo_pair import FOLDER, load_tokenizer
 from huggingface_hub import CommitOperationAdd, HfApi
 from streamers import Recorder
 from targets import make_drafter, make_prompts, make_target, passes_of
+from trained_pair import FOLDER, load_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, dynamic_module_utils
 
 from transformers_gumiho import GumihoModel

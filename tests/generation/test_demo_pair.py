@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from demo_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
 from targets import equals_plain, passes_of
+from trained_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel

@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import PartialState, dispatch_model
 from chains import make_chain_drafter, make_chain_target
-from demo_pair import load_drafter, load_language_model, load_tokenizer
 from pretend_device import MixedDevices, PretendMachine, pretending
 from targets import make_drafter, make_prompts, make_target
 from torch import nn
+from trained_pair import load_drafter, load_language_model, load_tokenizer
 from trainers import losses_of, make_args, make_rows
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.moe import ExpertsInterface

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from demo_pair import load_language_model, load_tokenizer
 from draft_trees import Trees, paths_of
 from eagle import EPS, FFN, HIDDEN, KV_HEADS, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
 from targets import equals_plain
+from trained_pair import load_language_model, load_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaConfig,

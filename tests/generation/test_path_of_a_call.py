@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from demo_pair import load_drafter, load_language_model, load_tokenizer
 from traced_files import traced_files
+from trained_pair import load_drafter, load_language_model, load_tokenizer
 
 
 ROOT = Path(__file__).parents[2]

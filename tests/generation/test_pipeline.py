@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from demo_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
 from targets import passes_of
+from trained_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from transformers_gumiho import GumihoModel

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from demo_pair import FOLDER, load_drafter, load_language_model
 from targets import equals_plain
+from trained_pair import FOLDER, load_drafter, load_language_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from transformers_gumiho import GumihoModel

@@ -65,7 +65,8 @@ def test_caches_of_the_caller(target: PreTrainedModel) -> None:
     refuses(
         target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", **{CACHE_NAME: static}
     )
-    offloaded = DynamicCache(config=target.config, offloading=True)
+    offloaded = DynamicCache(config=target.config)
+    offloaded.offloading = True  # as an argument, it needs a device for its stream
     refuses(target, "and offloading", **{CACHE_NAME: offloaded})
 
 

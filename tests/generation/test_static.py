@@ -1,5 +1,8 @@
 """`cache_implementation="static"`: cycles of fixed shapes, compiled once, whose outputs equal plain decoding's."""
 
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +184,10 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
     assert torch.equal(drafted, target.generate(**prompts, max_new_tokens=20, do_sample=False))
 
 
+@pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="inductor needs a C++ compiler, and Python's headers",
+)
 @pytest.mark.usefixtures("_forget_compiled")
 def test_inductor_equals_compiled_plain() -> None:
     # Small, as a CPU compiles for long.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from demo_pair import FOLDER as DEMO_PAIR
-from demo_pair import load_language_model, load_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from targets import make_drafter, make_prompts, make_target
+from trained_pair import FOLDER as DEMO_PAIR
+from trained_pair import load_language_model, load_tokenizer
 from trainers import make_args, make_rows
 from transformers import PreTrainedModel
 from vllm_reader import VllmDrafter, read_config, read_names
