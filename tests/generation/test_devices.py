@@ -230,7 +230,7 @@ def waits_of_cycles(demo_pair: tuple[PreTrainedModel, GumihoModel, Any]) -> Call
             target.to("cuda:0")
             drafter.to("cuda:0")
             with observing(cycles := Cycles(machine)):
-                generate(target, drafter, inputs, "cuda:0", **kwargs | {"max_new_tokens": 28})
+                generate(target, drafter, inputs, "cuda:0", **kwargs | {"max_new_tokens": 48})
             target.to("cpu")
             drafter.to("cpu")
         # The last cycle is one without a draft for the next.
