@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "generation.tree": set(),
     "generation.verification": {"internals", "model", "generation.tree"},
     "generation.drafting": {"internals", "model", "generation.tree", "generation.verification"},
-    "generation": {"internals", "model", "generation.tree", "generation.verification", "generation.drafting"},
+    "generation": {"files", "internals", "model", "generation.tree", "generation.verification", "generation.drafting"},
     "training.data": {"files", "model", "generation.verification"},
     "training.losses": {"model"},
     # With `generation`, training measures tau and records what is generated.
@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "training.writing": {"files", "internals", "model", "generation.verification", "training.data"},
     "training.recipe": {"files", "model", "training", "training.data", "training.writing"},
     "tools.metrics": set(),
-    "tools.pairs": {"model", "generation.verification"},
+    "tools.pairs": {"files", "model", "generation.verification"},
     "tools.measuring": {"files", "model", "generation", "generation.verification", "generation.drafting"},
     "tools.benchmarking": {
         "files",
@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
         "tools.measuring",
         "tools.pairs",
     },
-    "tools": {"generation", "model", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
+    "tools": {"files", "generation", "model", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
     "vllm": {"model"},
     "custom_generation": {"internals", "model", "generation", "training"},
     "__init__": {"internals", "model", "generation", "generation.verification", "generation.drafting", "training"},

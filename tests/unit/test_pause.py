@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import demo_pair
 import pytest
 import tiny_configs
 import torch
+import trained_pair
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig, PreTrainedModel
@@ -144,8 +144,8 @@ def estimate(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -
 
 
 def test_the_estimate_of_the_demo_pair() -> None:
-    target = demo_pair.load_language_model()
-    assert estimate(target, demo_pair.load_drafter()) == pytest.approx(1.716, abs=1e-3)
+    target = trained_pair.load_language_model()
+    assert estimate(target, trained_pair.load_drafter()) == pytest.approx(1.716, abs=1e-3)
     assert estimate(target, GumihoModel.from_target(target), num_rows=4) == pytest.approx(1.825, abs=1e-3)
 
 
