@@ -60,7 +60,7 @@ def answer(
 def main() -> None:
     args = parse(AgreementArguments, __doc__)
     disable_progress_bars()
-    target, tokenizer = load_target(args)
+    target, tokenizer = load_target(args if args.pair is None else args.resolved())
     questions = read_prompts(args.prompts, per_category=args.prompts_per_category)
     categories = dict.fromkeys(question.category for question in questions)
     asked = {name: [question for question in questions if question.category == name] for name in categories}

@@ -28,7 +28,7 @@ _READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
 # The arguments of `from_pretrained` that say where files are.
 PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 # What models and tokenizers are loaded from, beside weights, by the end of the name: a JSON object each.
-_OBJECTS = ("config.json", "index.json", "tokenizer.json", "tokens.json", "tokens_map.json")
+_OBJECTS = ("config.json", "index.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 
 
 class MalformedRowError(UserValueError):
@@ -36,30 +36,38 @@ class MalformedRowError(UserValueError):
 
 
 @contextmanager
-def damaged_files_named(name_or_path: Any, options: Mapping[str, Any] | None = None) -> Iterator[None]:
+def damaged_files_named(
+    name_or_path: Any, options: Mapping[str, Any] | None = None, names: str = "*"
+) -> Iterator[None]:
     """
     Raises [`UserOSError`] where something fails within this, and a file of the model is damaged: libraries take
-    whatever they find for what they expect. `options` are the arguments of `from_pretrained`.
+    whatever they find for what they expect. `options` are the arguments of `from_pretrained`, `names` a pattern.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        check_files(name_or_path, options or {}, error)
+        check_files(name_or_path, options or {}, names, error)
         raise
 
 
-def check_files(name_or_path: Any, options: Mapping[str, Any], cause: Exception | None = None) -> None:
+def check_files(
+    name_or_path: Any, options: Mapping[str, Any], names: str = "*", cause: Exception | None = None
+) -> None:
     """Raises [`UserOSError`] for the first file of a model, on this machine, that is damaged."""
     place = Path(str(name_or_path), options.get("subfolder") or "")
-    if not place.exists():
-        places = {name: options[name] for name in PLACES if options.get(name) is not None} | {"local_files_only": True}
-        try:
-            place = Path(str(cached_file(str(name_or_path), "config.json", **places))).parent
-        except OSError:
-            return
-    for path in [place] if place.is_file() else sorted(place.glob("*")):
+    try:
+        if not place.exists():
+            places = {name: options[name] for name in PLACES if options.get(name) is not None}
+            found = cached_file(str(name_or_path), "config.json", **places | {"local_files_only": True})
+            place = Path(str(found)).parent
+        paths = [place] if place.is_file() else sorted(path for path in place.glob(names) if path.is_file())
+    except OSError:  # it is not here
+        return
+    for path in paths:
+        if path.name.startswith("."):  # of an editor, or of another system
+            continue
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt"):
@@ -71,6 +79,8 @@ def check_files(name_or_path: Any, options: Mapping[str, Any], cause: Exception 
             finding = f"it holds no JSON object ({error})"
         except SafetensorError as error:
             finding = str(error)
+        except OSError:  # it cannot be read, which is another failure
+            continue
         raise UserOSError(
             f"`{path.name}` of {str(name_or_path)!r} is damaged: {finding}. An interrupted download or copy leaves "
             f"such a file. Delete it, and download it again (`force_download=True`) or repeat what wrote it."

@@ -116,7 +116,7 @@ def own_step_of_decoding(target: PreTrainedModel) -> str | None:
         return PLAIN_STEP
     for name in (PLAIN_STEP, DECODING_STEP, "_update_model_kwargs_for_generation"):
         step = getattr(target, name)
-        if _is_foreign(step) or step.__qualname__.startswith(_READ_PER_TOKEN):
+        if _is_foreign(step) or getattr(step, "__qualname__", "").startswith(_READ_PER_TOKEN):
             return name
     return None
 

@@ -140,6 +140,7 @@ def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
     ("text", "settings", "message"),
     [
         (" \n", {}, "The question is empty. Write one first."),
+        ("a" * 600, {"max_new_tokens": 4090}, "has 75 tokens and the answer may have 4090, but the target reads 4096"),
         ("a b " * 100, {}, r"has \d+ tokens; the limit is 100 tokens .* \(`max_question_tokens`\). Shorten it"),
         ("a" * 1601, {}, "has 1601 characters; the limit is 100 tokens and 1600 characters"),
         ("a", {"branching_factor": 0}, "`branching_factor` must be an integer of at least 1, got 0"),

@@ -230,7 +230,7 @@ def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Pa
     assert all("messages" in row for row in rows)
 
 
-@pytest.mark.parametrize("status", [400, 413, 422, 500, 504])
+@pytest.mark.parametrize("status", [400, 413, 422, 500])
 def test_a_refused_row_is_skipped_with_the_servers_words(
     serve: Callable[..., Server], tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,11 +254,21 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
     assert len(server.requests) <= num_requests + 1
     with pytest.raises(EndpointError, match=rf"refuses it \({status}\).*So it was with all 1 requests"):
         write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS[1:2])
-    if status >= 500:  # of a server that fails from some request on, no row is lost
-        falls = serve(lambda path, body, n: by_ids(path, body, n) if n < 4 else (status, {}), {"retry-after-ms": "10"})
-        with pytest.raises(EndpointError, match=rf"refuses \({status}\).*run this again to continue"):
-            write(make_engine(falls.url, max_retries=1), tmp_path / "c.jsonl")
-        assert "skipped" not in (tmp_path / "c.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("status", "answers_others"), [(500, False), (503, True), (504, True)])
+def test_a_server_that_fails_from_some_request_on_costs_no_row(
+    serve: Callable[..., Server], tmp_path: Path, status: int, answers_others: bool
+) -> None:
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        if answers_others and isinstance(body["prompt"], str):
+            return by_text(path, body, number)
+        return by_ids(path, body, number) if number < 4 else (status, {})
+
+    server = serve(reply, {"retry-after-ms": "10"})
+    with pytest.raises(EndpointError, match=rf"refuses \({status}\).*run this again to continue"):
+        write(make_engine(server.url, max_retries=1), tmp_path / "a.jsonl")
+    assert "skipped" not in (tmp_path / "a.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class DecodingSettingsMixin:
         elif name is not None:
             where = {argument: loading[argument] for argument in _LOADING_ARGUMENTS if argument in loading}
             try:
-                with damaged_files_named(name, where):
+                with damaged_files_named(name, where, "generation_config.json"):
                     self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
             except UserError:
                 raise

@@ -66,32 +66,24 @@ def write_served_target(args: AttachArguments) -> str:
     source = _find_target(args.target)
     _check_source(args.target, source)
     _check_vocabulary(args.drafter, source)
-    copy = shutil.copy if args.copy_weights else _link_weights
     if args.record is not None:
         load_tokenizer(str(source), None, None)  # which a recording needs
     with as_user_errors():
-        (folder / _CODE).mkdir(parents=True)  # before the folder gets the target's mode, which may be read-only
-        shutil.copytree(source, folder, ignore=_left_out, copy_function=copy, dirs_exist_ok=True)
+        (folder / _CODE).mkdir(parents=True)
+        for path in source.iterdir():
+            if path.is_file() and not any(map(path.match, _OTHER_FORMATS)):
+                if any(map(path.match, _WEIGHTS)) and not args.copy_weights:
+                    (folder / path.name).symlink_to(path.resolve())
+                else:
+                    shutil.copy(path, folder / path.name)
+        if (source / _TEMPLATES).is_dir():
+            shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
     drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
     record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how = "copied" if args.copy_weights else "linked"
     return f"{args.output_dir} drafts with {drafter}; the weights are {how}. Load it with trust_remote_code."
-
-
-def _left_out(folder: str, names: list[str]) -> set[str]:
-    """Returns what a target's folder holds beside a model: files in other formats, and all folders but one."""
-    folders = {name for name in names if name != _TEMPLATES and os.path.isdir(os.path.join(folder, name))}
-    return folders | shutil.ignore_patterns(*_OTHER_FORMATS)(folder, names)
-
-
-def _link_weights(source: str, path: str) -> None:
-    """Copies a file; one of weights is linked instead."""
-    if any(Path(source).match(pattern) for pattern in _WEIGHTS):
-        os.symlink(os.path.realpath(source), path)
-    else:
-        shutil.copy(source, path)
 
 
 def _check_source(target: str, source: Path) -> None:

@@ -70,9 +70,11 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
     Raises:
         OSError: The target is missing and cannot be downloaded.
-        ValueError: The precision or device is unknown, or the target is a drafter.
+        ValueError: No target is named, the precision or device is unknown, or the target is a drafter.
     """
-    name, dtype, device_map = str(args.target), args.dtype, args.device_map
+    if args.target is None:
+        raise UserValueError("Name the target with --target.")
+    name, dtype, device_map = args.target, args.dtype, args.device_map
     _check_folder(name)
     if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")

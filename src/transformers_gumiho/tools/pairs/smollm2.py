@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,11 @@ def find_target() -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")
-        with suppress(OSError):  # another process has written one there meanwhile
+        try:
             os.replace(Path(work) / "target", folder)
+        except OSError:  # another process has written one there meanwhile
+            if not (folder / "config.json").exists():
+                raise
     return str(folder)
 
 

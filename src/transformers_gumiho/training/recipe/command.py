@@ -61,8 +61,9 @@ def phases_of(
     recipe, part = RECIPES[args.recipe], training_args.train_only
     phases = recipe.phases
     if args.drafter is not None or part is not None:
-        options = recipe.further if part is None else {}
-        if args.num_parallel_heads is not None and part == "parallel":
+        adds_heads = args.num_parallel_heads is not None
+        options = recipe.further if part is None and not adds_heads else {}
+        if adds_heads and part == "parallel":
             # New heads learn as in the recipe's phase for them.
             options = next((found for found in phases.values() if found.get("train_only") == part), {})
         phases = {"train": options}

@@ -73,7 +73,7 @@ def write_answers(
         try:
             own = GenerationConfig.from_pretrained(str(args.target))
         except OSError:  # the target has none, or a damaged one
-            check_files(args.target, {})
+            check_files(args.target, {}, "generation_config.json")
             own = GenerationConfig()
     sampling = args.sampling(own)
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)

@@ -17,6 +17,7 @@ from .requests import Completion, Request, Task
 
 
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
+_FAULT = 500  # which may concern one request, too
 _NUM_REFUSALS = 32  # refusals at the start, after which the run stops
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -173,10 +174,10 @@ class ServerEngine:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
                 cause, said = error, f"({error.status_code}): {error.response.text[:200]}"
-                is_down = error.status_code >= 500 and not self._answers(client)
-                if error.status_code in _REFUSALS or (error.status_code >= 500 and not is_down):
+                is_of_row = error.status_code == _FAULT and self._answers(client)
+                if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
-                failure = f"{error.request.url} refuses {said}"
+                failure, is_down = f"{error.request.url} refuses {said}", error.status_code >= _FAULT
             except openai.APIConnectionError as error:
                 cause, is_down = error, True
                 failure = f"{error.request.url} does not answer: {error.__cause__ or error}"

@@ -59,9 +59,9 @@ class Host:
             self.begin_turn()
         return time.perf_counter() - begin
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, question: GenerateArguments) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
-        most = self.limits.max_question_tokens
+        text, most = question.prompt or "", self.limits.max_question_tokens
         longest = _CHARACTERS_PER_TOKEN * most
         limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
@@ -71,6 +71,12 @@ class Host:
         prompt = encode_turn(self.tokenizer, [text], [])
         if len(prompt) > most:
             raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
+        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is not None and len(prompt) + question.max_new_tokens > positions:
+            raise UserValueError(
+                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
+                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
+            )
         return prompt
 
 
@@ -90,7 +96,7 @@ class Race:
         drafter = copy.copy(host.drafter)
         drafter.generation_config = copy.deepcopy(host.drafter.generation_config)
         use_options(drafter, question)
-        self.prompt = host.encode(question.prompt or "")
+        self.prompt = host.encode(question)
         self.wish_to_stop = threading.Event()
         pairs = (self.drafted, drafter), (self.plain, None)
         self._threads = [threading.Thread(target=self._run, args=pair, daemon=True) for pair in pairs]
