@@ -256,7 +256,7 @@ def test_rows_are_held_out_of_each_cache(num_eval_rows: float, monkeypatch: pyte
             return self.length
 
     monkeypatch.setattr(training, "FeatureDataset", Cache)
-    monkeypatch.setattr(training, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _: None))
+    monkeypatch.setattr(training, "load_tokenizer", lambda *_: None)
     data = training.cached_data(["40", "80"], num_eval_rows, 3)
     parts = (0.25, 0.25) if num_eval_rows < 1 else (2, 4)
     first, second = (held_out_numbers(size, part, 3) for size, part in zip((40, 80), parts, strict=True))
