@@ -1,4 +1,4 @@
-"""Draws speed-ups that were measured, by task and by the number of requests, from the tables of the reports.
+"""Draws what was measured, from the tables of the reports: speed-ups, and what training on recorded tokens gains.
 
 python docs/pictures/draw_speed.py
 """
@@ -51,6 +51,19 @@ def speedups_by_requests() -> list[Line]:
         cells = {name: re.search(r"\(([\d.]+)x\)", cell) for name, cell in row.items()}
         points = [(int(name.split()[-1]), float(found[1])) for name, found in cells.items() if found]
         lines.append((label, points, color, dashes))
+    return lines
+
+
+def gains_by_tokens() -> list[Line]:
+    """Returns a line for each pair: the gain in tau, in percent, of the best training on each number of tokens."""
+    tables = [table for table in read_tables("2026-11-recording.md") if {"recorded tokens", "tau"} <= table[0].keys()]
+    lines: list[Line] = []
+    for (label, color), (before, *rows) in zip((("demo pair", GREEN), ("SmolLM2", BLUE)), tables, strict=True):
+        best: dict[int, float] = {}
+        for row in rows:
+            tokens, tau = int(row["recorded tokens"].replace(",", "")), float(row["tau"])
+            best[tokens] = max(best.get(tokens, 0.0), 100 * (tau / float(before["tau"]) - 1))
+        lines.append((label, sorted(best.items()), color, ""))
     return lines
 
 
@@ -118,9 +131,41 @@ def draw_requests(lines: list[Line]) -> str:
     return picture(round(right) + 40, round(bottom) + 54, parts)
 
 
+def draw_gains(lines: list[Line]) -> str:
+    """Draws the gain in tau against the number of recorded tokens."""
+    left, top, scale, decade = 44, 36, 7, 300
+
+    def place(tokens: float, gain: float) -> tuple[float, float]:
+        return left + decade * math.log10(tokens / 10_000), top + scale * (30 - gain)
+
+    right, bottom = place(300_000, 0)
+    parts = [text(8, 20, "gain in tau on SymPy's code, percent")]
+    for level in (0, 10, 20, 30):
+        y = place(1, level)[1]
+        parts += [
+            stroke([(left, y), (right, y)], "#e2e8f0" if level else INK),
+            text(left - 8, y + 4, str(level), "end"),
+        ]
+    for tokens in (10_000, 30_000, 100_000, 300_000):
+        parts.append(text(place(tokens, 0)[0], bottom + 20, f"{tokens:,}", "middle"))
+    parts.append(text((left + right) / 2, bottom + 42, "recorded tokens", "middle"))
+    for name, points, color, _ in lines:
+        places = [place(*point) for point in points]
+        parts.append(stroke(places, color, 2))
+        parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3.5" fill="{color}"/>' for x, y in places]
+        parts.append(
+            text(places[-1][0] + 8, places[-1][1] - 8, name, "end" if places[-1][0] > right - 90 else "start")
+        )
+    return picture(round(right) + 40, round(bottom) + 54, parts)
+
+
 def pictures() -> dict[str, str]:
     """Returns the pictures by the names of their files in `docs/images`."""
-    return {"tasks.svg": draw_tasks(speedups_by_task()), "requests.svg": draw_requests(speedups_by_requests())}
+    return {
+        "tasks.svg": draw_tasks(speedups_by_task()),
+        "requests.svg": draw_requests(speedups_by_requests()),
+        "recorded.svg": draw_gains(gains_by_tokens()),
+    }
 
 
 if __name__ == "__main__":
