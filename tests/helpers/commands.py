@@ -23,7 +23,7 @@ def refuse(message: str, *words: object) -> None:
 
 
 def interrupt(owner: Any, name: str, num_calls: int, *words: object) -> None:
-    """Asserts that `gumiho` ends as by Ctrl+C, which is pressed after so many calls of a function of `owner`."""
+    """Asserts that `gumiho` ends as Ctrl+C ends it. A function of `owner` presses it after this number of calls."""
     real, calls = getattr(owner, name), []
 
     def run(*args: Any, **kwargs: Any) -> Any:

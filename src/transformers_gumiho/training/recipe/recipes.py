@@ -10,7 +10,7 @@ class Recipe:
     Attributes:
         phases: Trainings by name, each of which begins with the drafter of the one before it: fields of
             `GumihoTrainingArguments`, where the user gives no others.
-        further: Such fields of the one training of a whole drafter that is there.
+        further: Such fields for training a drafter that exists, all of its parts at once.
         config: Fields of the drafter's config.
         vocabulary_share: Share of the target's tokens that a new drafter drafts.
         packing: Whether a row holds several texts.
@@ -34,7 +34,7 @@ _HEADS = _COMMON | {
     "train_only": "parallel", "learning_rate": 4e-4, "serial_ce_weight": 0.0, "feature_weight": 0.0,
     "parallel_ce_weight": 1.0,
 }  # fmt: skip
-# Both at once: each part knows its task, and only adapts.
+# Both parts at once: each has learned its task before, and adapts to new data.
 _FURTHER = _COMMON | {
     "serial_ce_weight": 1.0, "feature_weight": 0.1, "parallel_weight": 1.0, "parallel_ce_weight": 1.0,
     "parallel_ce_start": 0.0,
