@@ -305,5 +305,9 @@ def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
     Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
     assert "tune: left out, because it needs two prompts" in capsys.readouterr().out
     held_out = [{"prompt": "a"}, {"messages": [{"role": "user", "content": ""}, *MESSAGES[1:]]}, {"prompt": "b"}]
-    run = SimpleNamespace(args=args, is_main=True, prompt_file=tmp_path / "p.jsonl", _split=lambda: (None, held_out))
+    held_out += [{"prompt": "self " * config.max_position_embeddings}]
+    run = SimpleNamespace(
+        args=args, is_main=True, prompt_file=tmp_path / "p.jsonl", _split=lambda: (None, held_out),
+        target_config=config,
+    )  # fmt: skip
     assert Run._write_prompts(run) == len(read_prompts(str(run.prompt_file))) == 2  # noqa: SLF001

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
 from ...commands import REQUIRED, as_user_errors, option
-from ...files import damaged_files_named
+from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import input_device
 from ...model.fingerprint import model_fingerprint
 from ..measuring.prompts import read_prompts
@@ -64,6 +64,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     target, tokenizer, drafter = load_pair(args)
     draft_model = None
     if args.draft_model is not None:
+        check_folder(args.draft_model)
         with as_user_errors(), damaged_files_named(args.draft_model):
             draft_model = AutoModelForCausalLM.from_pretrained(
                 args.draft_model, dtype=target.dtype, device_map=input_device(target)

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...files import Record, damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
+from ...model.open_text import encode_turn
 from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
@@ -51,7 +53,7 @@ from .training import (
     resolved,
     unsplit_models,
 )
-from .writing import load_rows, load_target, load_tokenizer, row_length, say, write_answers
+from .writing import load_rows, load_target, load_tokenizer, num_positions, row_length, say, write_answers
 
 
 _SAMPLE = 256  # rows whose tokens the plan counts
@@ -326,7 +328,7 @@ class Run:
         if stage == "tune" and num_prompts == 1:
             missing = "two prompts: one chooses the settings, the other times them"
         if missing or not num_prompts:
-            say(f"{stage}: left out, because it needs {missing or 'prompts, and no row is held out'}")
+            say(f"{stage}: left out, because it needs {missing or 'prompts, and no held-out row has one that fits'}")
             return
         self.release_target()
         contents = {
@@ -367,8 +369,11 @@ class Run:
 
     def _write_prompts(self) -> int:
         """Writes prompts of the rows that are held out into a file, and returns their number."""
-        prompts = [text for text in map(first_question, self._split()[1] or []) if text]
-        prompts = prompts[: self.args.num_measured_prompts]
+        args, tokenizer = self.args, load_tokenizer(self.args)
+        room = num_positions(self.target_config) - args.measured_new_tokens
+        texts = (text for text in map(first_question, self._split()[1] or []) if text)
+        fitting = (text for text in texts if len(encode_turn(tokenizer, [text], [])) <= room)
+        prompts = list(islice(fitting, args.num_measured_prompts))
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]
             self.prompt_file.write_text("".join(lines), encoding="utf-8")

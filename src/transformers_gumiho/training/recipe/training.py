@@ -35,7 +35,7 @@ from .arguments import RecipeArguments
 from .progress import Bar, Progress
 from .recipes import RECIPES
 from .records import training_contents
-from .writing import row_length, say
+from .writing import num_positions, row_length, say
 
 
 _ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
@@ -237,10 +237,11 @@ def online_data(
     say(f"training data: {report}")
     texts = [text for text in map(first_question, held_out or []) if text is not None]
     prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
+    room = num_positions(target_config) - training_args.acceptance_max_new_tokens
     return {
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "acceptance_prompts": [torch.tensor(ids, device="cpu") for ids in prompts if 0 < len(ids) <= args.max_length],
+        "acceptance_prompts": [torch.tensor(ids, device="cpu") for ids in prompts if 0 < len(ids) <= room],
         "processing_class": tokenizer,
     }
 

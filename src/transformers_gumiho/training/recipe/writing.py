@@ -45,10 +45,14 @@ def load_target(args: WritingArguments) -> PreTrainedModel:
         ).eval()
 
 
+def num_positions(config: PreTrainedConfig) -> int:
+    """Returns the tokens that a target has positions for."""
+    return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize)
+
+
 def row_length(args: WritingArguments, config: PreTrainedConfig) -> int:
     """Returns the most tokens of a row: the target has positions for them."""
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(args.max_length, positions or args.max_length)
+    return min(args.max_length, num_positions(config))
 
 
 def load_rows(
