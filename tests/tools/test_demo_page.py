@@ -251,7 +251,7 @@ def browser() -> Iterator[Any]:
 
 
 class Gate:
-    """Lets the target's passes through a few at a time where it is not open, so that no machine is too fast to look."""
+    """Where it is not open, it lets a few of the target's passes through at a time: no machine is too fast to look."""
 
     def __init__(self) -> None:
         self.is_open = True

@@ -285,24 +285,16 @@ def test_a_process_holds_at_most_one_target(
     assert max(most) == 1
 
 
-# `gumiho` with the fixture `short_contests`.
-SHORT_CONTESTS = """
-from transformers_gumiho.cli import main
-from transformers_gumiho.tools.tuning import contest
-contest.ROUNDS, contest.FINAL_TURNS = (1,), 1
-main()
-"""
-
-
 def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Path) -> None:
     """Started as a user starts them; the same rows in each step have the same losses."""
     launch = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
     ]  # fmt: skip
-    (folder / "gumiho.py").write_text(SHORT_CONTESTS)
-    words = [folder / "gumiho.py", *command(folder, "together"), "--per_device_train_batch_size", 1]
-    process = subprocess.run([*launch, *map(str, words)], capture_output=True, text=True, timeout=1800)
+    words = [*command(folder, "together"), "--per_device_train_batch_size", 1]
+    process = subprocess.run(
+        [*launch, "-m", "transformers_gumiho.cli", *map(str, words)], capture_output=True, text=True, timeout=1800
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("[5/5] evaluate") == 1
     for phase in ("serial", "heads"):
