@@ -353,15 +353,11 @@ def stop(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("has_prompts", [True, False])
 def test_command_keeps_the_settings_with_the_drafter(
     has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Each tree takes seconds.
-    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._SHAPES", ((6, 2),))
-    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._NUM_SIZES", 2)
-    monkeypatch.setattr(contest, "ROUNDS", (1,))
-    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]
     command = [

@@ -16,10 +16,11 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
 from ...files import Record, check_files
-from ...model.configuration_gumiho import GumihoConfig, resolve_layer_ids
+from ...model.configuration_gumiho import GumihoConfig
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import encode_turn, load_tokenizer
+from ...model.target_shape import resolve_layer_ids
 from .. import (
     CachedFeatures,
     FeatureDataset,
