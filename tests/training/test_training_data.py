@@ -402,6 +402,16 @@ def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: Pre
     assert again[0]["input_ids"] == rows[0]["input_ids"]
 
 
+def test_empty_lists_of_tools_and_calls_are_none(config: PreTrainedConfig) -> None:
+    """As tables fill them in. Llama 3.1's template takes any list for a call, and any for tools."""
+    template = "{% if tools is not none %}tools{% endif %}" + CHATML.replace(
+        "message.content", "'call' if 'tool_calls' in message else message.content"
+    )
+    messages = [message | {"tool_calls": []} for message in MESSAGES]
+    rows, _ = prepare([{"messages": messages, "tools": "[]", "documents": []}], config, template)
+    assert rows[0]["input_ids"] == prepare([{"messages": MESSAGES}], config)[0][0]["input_ids"]
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_leading_answers_are_left_out_and_counted(number: int, config: PreTrainedConfig) -> None:
     (row,), report = prepare([{"messages": MESSAGES[2:3] * number + MESSAGES[3:]}], config)

@@ -88,7 +88,8 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     extras = _parsed(row.get("chat_template_kwargs") or {})
     if not isinstance(extras, dict):
         raise MalformedRowError("its `chat_template_kwargs` are no object, nor the JSON of one")
-    extras |= {name: _read_objects(row, name) for name in ("tools", "documents") if row.get(name)}
+    found = {name: _read_objects(row, name) for name in ("tools", "documents") if row.get(name)}
+    extras |= {name: objects for name, objects in found.items() if objects}  # an empty list is none
     ended, generations = row.get("ended", True), _read_generations(row)
     example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)
     if not example.turns:
@@ -134,7 +135,7 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's name for it before `tool_calls`
         message["tool_calls"] = [{"type": "function", "function": call}]
     name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
-    role, calls = _ROLES.get(str(name).lower()), message.get("tool_calls") and _read_calls(message)
+    role, calls = _ROLES.get(str(name).lower()), _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
     parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
@@ -149,6 +150,7 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     if role == "assistant" and not (content or calls or reasoning or is_open):
         raise MalformedRowError("the assistant says nothing")
     message |= {"role": role, "content": content}
+    message.pop("tool_calls", None)  # templates ask whether there is any such list
     if reasoning:
         message |= dict.fromkeys(REASONING, reasoning)
     return message | ({"tool_calls": calls} if calls else {})
@@ -156,7 +158,7 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
 
 def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns tool calls whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
-    calls = _read_objects(message, "tool_calls")
+    calls = _read_objects(message, "tool_calls") if message.get("tool_calls") else []
     functions = [call.get("function", call) for call in calls]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise MalformedRowError("a tool call has no function with a `name`")

@@ -18,7 +18,7 @@ from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 4
+_FORMAT = 5
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
 _COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
