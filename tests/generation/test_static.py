@@ -25,7 +25,7 @@ SMALL = {"num_assistant_tokens": 12, "num_layers": 1}
 
 
 def make_pair(family: str = "llama", **settings: Any) -> Pair:
-    num_layers = 3 if "num_layers" not in settings else 2 if "target_layer_ids" in settings else 1
+    num_layers = None if "num_layers" not in settings else 2 if "target_layer_ids" in settings else 1
     target = make_target(family, num_layers=num_layers)
     if family == "gemma2":
         target = target.float()  # see test_families
