@@ -74,7 +74,8 @@ def test_cache_can_be_continued_from() -> None:
     first = target.generate(
         **prompt, max_new_tokens=9, cache_implementation="static", return_dict_in_generate=True, **greedy
     )
-    second = target.generate(first.sequences, **{CACHE_NAME: first[CACHE_NAME]}, max_new_tokens=9, **greedy)
+    turn = {"attention_mask": torch.ones_like(first.sequences), CACHE_NAME: first[CACHE_NAME], "max_new_tokens": 9}
+    second = target.generate(first.sequences, **turn, **greedy)
     assert torch.equal(second, target.generate(**prompt, max_new_tokens=18, do_sample=False))
 
 
