@@ -65,9 +65,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 @pytest.mark.parametrize("num_bytes", [0, 10, 900, 10**6])
 def test_a_killed_run_goes_on_to_the_same_file(write: Any, num_bytes: int, whole: Whole, tmp_path: Path) -> None:
     """Also where lines that another process wrote are beside it. Other settings are refused."""
-    path, lines = tmp_path / "a.jsonl", whole[write]
+    path, lines = tmp_path / "a [1].jsonl", whole[write]
     path.write_bytes(b"".join(lines)[:num_bytes])
-    (tmp_path / "a.jsonl.part3").write_bytes(b"".join(lines[4:6]) + b'{"row": 7, "te')
+    (tmp_path / "a [1].jsonl.part3").write_bytes(b"".join(lines[4:6]) + b'{"row": 7, "te')
     write(path)
     assert path.read_bytes() == b"".join(lines)
     assert [json.loads(line)["row"] for line in lines] == [*range(len(lines))]
@@ -138,6 +138,8 @@ def test_a_file_of_something_else_is_left_as_it_is(write: Any, lines: str, tmp_p
         write(tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == lines
     assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+    with pytest.raises(ValueError, match=r"' is a folder\. Name a file in it"):
+        write(tmp_path)
 
 
 def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

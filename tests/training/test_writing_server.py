@@ -166,7 +166,9 @@ def test_a_server_without_token_ids_is_used_by_text(
     assert out.count("sends no token ids: texts are encoded again") == 1
 
 
-def test_servers_of_different_software_lose_no_rows(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_servers_of_different_software_lose_no_rows(
+    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One of them knows no token ids, so both are used by text."""
 
     def knows_both(path: str, body: dict[str, Any], number: int) -> Reply:
@@ -174,8 +176,10 @@ def test_servers_of_different_software_lose_no_rows(serve: Callable[..., Server]
 
     one = write(make_engine(serve(by_text).url), tmp_path / "one.jsonl", max_new_tokens=20)
     servers = [serve(knows_both), serve(by_text)]
-    assert write(make_engine([server.url for server in servers]), tmp_path / "two.jsonl", max_new_tokens=20) == one
+    urls = [server.url for server in servers]
+    assert write(make_engine(urls), tmp_path / "two.jsonl", max_new_tokens=20) == one
     assert all(len(server.requests) > 1 for server in servers)
+    assert f"{' or '.join(urls)} sends no token ids" in capsys.readouterr().out
 
 
 def test_the_commands_tell_what_they_do(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -13,15 +12,11 @@ from transformers.utils import logging
 from ..commands import UserOSError, UserValueError
 from ..files import damaged_files_named
 from .loading import as_drafter_fields, find_packaged_folder, released_names
-from .target_shape import TargetLayers, embedding_width, state_width
+from .target_shape import TargetLayers, embedding_width, llama_fields_of, resolve_layer_ids
 
 
 logger = logging.get_logger(__name__)
 
-# The rotary scalings that a Llama layer can take over from the target as they are.
-_TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Of a drafter for a target without attention heads.
-HEAD_DIM = 64
 # Left out of files where they are None, so that the configs of published drafters stay as they are.
 _LEFT_OUT = ("embedding_size", "target_layer_ids", "converted_from")
 # Of an EAGLE-3 head alone.
@@ -317,93 +312,10 @@ class GumihoConfig(PreTrainedConfig):
         own_only = own_fields - llama_fields
         nested = {name: value for name, value in overrides.items() if name not in own_only}
         text_config = target_config.get_text_config(decoder=True)
-        llama = LlamaConfig(**(_derive_llama_fields(text_config, nested) | nested))
+        llama = LlamaConfig(**(llama_fields_of(text_config, nested) | nested))
         own = {name: value for name, value in overrides.items() if name in own_only}
         if "hidden_size" not in nested and embedding_width(text_config) != llama.hidden_size:
             own = {"embedding_size": embedding_width(text_config)} | own
         if own.get("target_layer_ids") is not None:
             own["target_layer_ids"] = resolve_layer_ids(text_config, own["target_layer_ids"])
         return cls(model=llama, **own)
-
-
-def _derive_llama_fields(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the drafter's Llama config that follow from the target's text config."""
-    for name in ("vocab_size", "hidden_size"):
-        if not hasattr(target, name) and name not in overrides:
-            raise UserValueError(
-                f"{type(target).__name__} has no `{name}`, which a drafter's configuration is derived from. Pass "
-                f"`{name}` as an override."
-            )
-    hidden_size = overrides.get("hidden_size") or state_width(target)
-    # Targets without attention (Mamba, RWKV) have no heads to copy.
-    target_heads = _field(target, "num_attention_heads") or max(hidden_size // HEAD_DIM, 1)
-    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
-    num_kv_heads = _divisor_up_to(num_heads, _field(target, "num_key_value_heads") or num_heads)
-    widths = [_field(target, name) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-    widths = [width for width in widths if isinstance(width, int) and width > 0]
-    fields = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": widths[0] if widths else 4 * hidden_size,
-        "num_hidden_layers": 2,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "rope_parameters": _rope_parameters(target),
-        "tie_word_embeddings": False,
-    }
-    for name in ("max_position_embeddings", "rms_norm_eps"):
-        if (value := _field(target, name)) is not None:
-            fields[name] = value
-    # Also where the target has none: both models share a tokenizer.
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        fields[name] = getattr(target, name, None)
-    return fields
-
-
-def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
-    """
-    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order. Negative `layer_ids`
-    count from the last one down.
-
-    Raises:
-        ValueError: The target does not have one of them.
-    """
-    text_config = target_config.get_text_config(decoder=True)
-    num_layers, width = text_config.num_hidden_layers, state_width(text_config)
-    if width != text_config.hidden_size:
-        raise UserValueError(
-            f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
-            f"output projection reads is {width} wide. Leave them out."
-        )
-    if any(not -num_layers <= number < num_layers for number in layer_ids):
-        raise UserValueError(
-            f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
-            f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
-        )
-    return sorted({number % num_layers for number in layer_ids})
-
-
-def _field(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a field of a config, `None` where it has none, and the largest value where each layer has its own."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:
-        values = (getattr(layer, name, None) for layer in config.per_layer_config)
-        return max((value for value in values if value is not None), default=None)
-
-
-def _divisor_up_to(number: int, limit: int) -> int:
-    """Returns the largest divisor of `number` that is at most `limit`."""
-    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)
-
-
-def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the target's rotary parameters where a Llama layer understands them, else only their base."""
-    parameters = getattr(target, "rope_parameters", None) or {}
-    # Models with two kinds of attention nest one set of parameters per kind.
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    parameters = parameters.get("full_attention") or (nested[0] if nested else parameters)
-    default, kind = {"rope_theta": 10000.0, "rope_type": "default"}, parameters.get("rope_type", "default")
-    if kind not in _TRANSFERABLE_ROPE_TYPES or "partial_rotary_factor" in parameters:
-        parameters = {name: parameters[name] for name in ("rope_theta",) if name in parameters}
-    return default | parameters

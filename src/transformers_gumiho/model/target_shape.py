@@ -1,18 +1,25 @@
 """
-What of a target a drafter is made for: the layers whose states it reads, how wide the token embedding is, and how wide
-the states are that become logits.
+What a drafter takes over from its target: the layers whose states it reads, the widths of the token embedding and of
+the states that become logits, and the sizes of its own layers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig
+
+from ..commands import UserValueError
 
 
 # The most specific field first. The embedding of RemBERT and ELECTRA is narrower than their layers, and OPT 350M
 # projects its embedding and its states.
 _EMBEDDING_FIELDS = ("input_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
 _STATE_FIELDS = ("output_embedding_size", "embedding_size", "word_embed_proj_dim", "hidden_size")
+# The rotary scalings that a Llama layer can take over from the target as they are.
+_TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Of a drafter for a target without attention heads.
+_HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,95 @@ def state_width(target_config: PreTrainedConfig) -> int:
     return _first(target_config, _STATE_FIELDS)
 
 
+def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
+    """
+    Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order. Negative `layer_ids`
+    count from the last one down.
+
+    Raises:
+        ValueError: The target does not have one of them.
+    """
+    text_config = target_config.get_text_config(decoder=True)
+    num_layers, width = text_config.num_hidden_layers, state_width(text_config)
+    if width != text_config.hidden_size:
+        raise UserValueError(
+            f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
+            f"output projection reads is {width} wide. Leave them out."
+        )
+    if any(not -num_layers <= number < num_layers for number in layer_ids):
+        raise UserValueError(
+            f"`target_layer_ids` must be layers of the target, which has {num_layers}: numbers from 0 to "
+            f"{num_layers - 1}, or from -{num_layers} to -1. Got {list(layer_ids)}."
+        )
+    return sorted({number % num_layers for number in layer_ids})
+
+
+def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    """
+    Returns the fields of the drafter's Llama config that follow from the target's text config.
+
+    Raises:
+        ValueError: The target has no vocabulary or hidden size, and `overrides` gives none.
+    """
+    for name in ("vocab_size", "hidden_size"):
+        if not hasattr(target, name) and name not in overrides:
+            raise UserValueError(
+                f"{type(target).__name__} has no `{name}`, which a drafter's configuration is derived from. Pass "
+                f"`{name}` as an override."
+            )
+    hidden_size = overrides.get("hidden_size") or state_width(target)
+    # Targets without attention (Mamba, RWKV) have no heads to copy.
+    target_heads = _field(target, "num_attention_heads") or max(hidden_size // _HEAD_DIM, 1)
+    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
+    num_kv_heads = _divisor_up_to(num_heads, _field(target, "num_key_value_heads") or num_heads)
+    widths = [_field(target, name) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    widths = [width for width in widths if isinstance(width, int) and width > 0]
+    fields = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": widths[0] if widths else 4 * hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "rope_parameters": _rope_parameters(target),
+        "tie_word_embeddings": False,
+    }
+    for name in ("max_position_embeddings", "rms_norm_eps"):
+        if (value := _field(target, name)) is not None:
+            fields[name] = value
+    # Also where the target has none: both models share a tokenizer.
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields[name] = getattr(target, name, None)
+    return fields
+
+
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     width: int = next(value for value in values if value)
     return width
+
+
+def _field(config: PreTrainedConfig, name: str) -> Any:
+    """Returns a field of a config, `None` where it has none, and the largest value where each layer has its own."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        values = (getattr(layer, name, None) for layer in config.per_layer_config)
+        return max((value for value in values if value is not None), default=None)
+
+
+def _divisor_up_to(number: int, limit: int) -> int:
+    """Returns the largest divisor of `number` that is at most `limit`."""
+    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)
+
+
+def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the target's rotary parameters where a Llama layer understands them, else only their base."""
+    parameters = getattr(target, "rope_parameters", None) or {}
+    # Models with two kinds of attention nest one set of parameters per kind.
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    parameters = parameters.get("full_attention") or (nested[0] if nested else parameters)
+    default, kind = {"rope_theta": 10000.0, "rope_type": "default"}, parameters.get("rope_type", "default")
+    if kind not in _TRANSFERABLE_ROPE_TYPES or "partial_rotary_factor" in parameters:
+        parameters = {name: parameters[name] for name in ("rope_theta",) if name in parameters}
+    return default | parameters

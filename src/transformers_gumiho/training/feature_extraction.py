@@ -19,9 +19,8 @@ from ..commands import UserOSError, UserValueError
 from ..files import Record, sole_writer
 from ..generation.verification.placement import input_device
 from ..generation.verification.target_states import TargetStates, why_not_finite
-from ..model.configuration_gumiho import resolve_layer_ids
 from ..model.fingerprint import model_fingerprint
-from ..model.target_shape import TargetLayers, state_width
+from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
 from .data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
