@@ -236,8 +236,9 @@ def test_following_call_continues_from_the_returned_cache(family: str, first_is_
     assert cache.get_seq_length() == begun.shape[1] - 1
     for assistant in ({"assistant_model": draft}, {}):
         continued = model.generate(
-            begun, max_new_tokens=25, do_sample=False, **{CACHE_NAME: copy.deepcopy(cache)}, **assistant
-        )
+            begun, attention_mask=torch.ones_like(begun), max_new_tokens=25, do_sample=False,
+            **{CACHE_NAME: copy.deepcopy(cache)}, **assistant,
+        )  # fmt: skip
         assert torch.equal(continued, whole)
 
 
@@ -410,6 +411,7 @@ def test_exception_leaves_the_target_as_it_was(pair: Pair, error: type[BaseExcep
     length = cache.get_seq_length()
     assert 5 <= length < 45
     continued = target.generate(
-        plain[:, : length + 1], max_length=45, do_sample=False, **{CACHE_NAME: cache}, assistant_model=drafter
-    )
+        plain[:, : length + 1], attention_mask=torch.ones(1, length + 1), max_length=45, do_sample=False,
+        **{CACHE_NAME: cache}, assistant_model=drafter,
+    )  # fmt: skip
     assert torch.equal(continued, plain)
