@@ -1,3 +1,4 @@
+import gc
 import inspect
 import logging
 import os
@@ -22,6 +23,12 @@ def pytest_configure() -> None:
     transformers_logging.disable_default_handler()
     # The models here are tiny: threads only wait for each other, for very long where the machine is busy.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays. Each of the many collections of garbage would look at all of it again.
+    gc.collect()
+    gc.freeze()
 
 
 class _Deprecations(logging.Handler):
@@ -87,8 +94,10 @@ def _forget_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def short_contests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tunes a drafter compares its settings on a single prompt."""
-    from transformers_gumiho.tools.tuning import contest
+    """What tunes a drafter compares few settings, on a single prompt: each tree takes seconds."""
+    from transformers_gumiho.tools.tuning import contest, trees
 
     monkeypatch.setattr(contest, "ROUNDS", (1,))
     monkeypatch.setattr(contest, "FINAL_TURNS", 1)
+    monkeypatch.setattr(trees, "_SHAPES", ((6, 2),))
+    monkeypatch.setattr(trees, "_NUM_SIZES", 2)

@@ -189,7 +189,10 @@ class _Parser(HfArgumentParser):
         self, kinds: Sequence[type], name: str, summary: str, usage: str | None, groups: Mapping[str, Sequence[str]]
     ):
         self.groups, self.options = groups, list[Action]()
-        super().__init__(kinds, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter)
+        # No abbreviations: defaults depend on which options are given.
+        super().__init__(
+            kinds, prog=f"gumiho {name}", description=summary, formatter_class=_HelpFormatter, allow_abbrev=False
+        )
         if groups:
             self.add_argument("--help_all", action="store_true", default=SUPPRESS, help="show all options and exit")
         given = [f"{_name_of(action)} {action.dest.upper()}" for action in self.options if action.required]

@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +89,18 @@ def check_files(
         ) from cause
 
 
+def check_folder(name: str) -> None:
+    """
+    Raises `FileNotFoundError` for a missing folder of a model. Names on the Hub pass: they have at most one slash.
+    """
+    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
+    if is_folder and not Path(name).is_dir():
+        raise UserFileNotFoundError(
+            f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
+            f"'amd/Gumiho-llama3-8b'."
+        )
+
+
 def read_text(path: str | Path) -> str:
     """
     Returns the text of a UTF-8 file, without a byte order mark.
@@ -95,9 +109,9 @@ def read_text(path: str | Path) -> str:
         OSError: There is no such file, or it cannot be read.
         ValueError: The file has another encoding.
     """
-    if not Path(path).exists():
-        raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
-    with as_user_errors():
+    with as_user_errors():  # a text in place of a file is a name that is too long
+        if not Path(path).exists():
+            raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
         data = Path(path).read_bytes()
     try:
         return data.decode("utf-8-sig")
@@ -138,11 +152,14 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
             )
         if not path.stat().st_size:
             raise UserValueError(f"{name!r} is empty.")
-        reader = _READERS[kind] | {"data_files": {"train": [name]}}
+        reader = _READERS[kind] | {"data_files": {"train": [escape(name)]}}
     elif path.is_file():
         raise UserValueError(f"{name!r} is none of {', '.join(_READERS)}. Convert it, or give another file.")
-    elif path.is_dir() and not is_saved and any(path.rglob("*.jsonl")):
-        files = DataFilesDict.from_patterns(get_data_patterns(name), base_path=name, allowed_extensions=[".jsonl"])
+    elif path.is_dir() and not is_saved and any(path.rglob("*.jsonl")) and not _is_described(path):
+        with as_user_errors():
+            files = DataFilesDict.from_patterns(
+                get_data_patterns(escape(name)), base_path=escape(name), allowed_extensions=[".jsonl"]
+            )
         reader = _LINES | {"data_files": files}
     else:
         source, config, named_split = [*([name] if path.is_dir() else name.split(":")), "", ""][:3]
@@ -160,6 +177,12 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
             raise UserValueError(f"{name!r} has no split {split!r}. Choose from {', '.join(splits)}.")
         rows = splits[split]
     return rows.rename_column("text", JSON_LINE) if reader["path"] == "text" else rows
+
+
+def _is_described(folder: Path) -> bool:
+    """Whether a data set's card says which files are its splits and configs, as in repositories of the Hub."""
+    card = folder / "README.md"
+    return card.is_file() and re.search("^configs:", read_text(card), re.MULTILINE) is not None
 
 
 def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def make_pair(kind: str) -> Pair:
         target = make_chain_target("qwen3_next")
         return target, make_chain_drafter(target)
     # Tracing takes seconds for each layer.
-    target = make_target(num_layers=2)
-    return target, make_drafter(target, target_layer_ids=[0, 1] if kind == "tree of layers" else None)
+    layers = [0, 1] if kind == "tree of layers" else None
+    target = make_target(num_layers=2 if layers else 1)
+    return target, make_drafter(target, target_layer_ids=layers, num_layers=1)
 
 
 # Both orders for each kind, and for each way to compile.

@@ -171,8 +171,8 @@ def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest
 def test_compiled_cycles_take_drafts_from_the_context() -> None:
     torch.compiler.reset()
     counters.clear()
-    target = make_target("llama", seed=3, num_layers=2)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    target = make_target("llama", seed=3, num_layers=1)
+    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3, num_layers=1)
     config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
     static = {"cache_implementation": "static", "compile_config": config, **LOOKUP}
     for seed in range(2):

@@ -21,22 +21,26 @@ from transformers_gumiho.generation.verification.placement import drafter_device
 SCRIPT = Path(__file__).parents[1] / "helpers" / "split_generation.py"
 
 
-def run_two_processes(folder: Path, way: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the whole target, and what both processes of a split one got."""
-    target = make_target()
+Split = tuple[PreTrainedModel, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """The whole target, and what both processes of a split one got: split in its tensors, then in its layers."""
+    target, folder = make_target(), tmp_path_factory.mktemp("split")
     target.save_pretrained(folder / "target")
     make_drafter(target).save_pretrained(folder / "own")
     make_drafter(target).save_pretrained(folder / "lent", save_embedding=False)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    process = subprocess.run([*command, str(folder), way], capture_output=True, text=True, timeout=600)
+    process = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     first, second = (json.loads((folder / f"process_{rank}.json").read_text()) for rank in range(2))
     assert first == second
     return target, first
 
 
-def test_tensor_parallel_target(tmp_path: Path) -> None:
-    target, results = run_two_processes(tmp_path, "tensors")
+def test_tensor_parallel_target(split: Split) -> None:
+    target, results = split[0], dict(split[1]["tensors"])
     assert results.pop("rows_of_a_process") == target.config.hidden_size // 2
     assert results.pop("shares") == [False, False], "what a process lacks a part of cannot be shared"
     assert results.pop("made") == target.get_input_embeddings().weight.tolist(), "the whole embedding"
@@ -47,9 +51,9 @@ def test_tensor_parallel_target(tmp_path: Path) -> None:
     assert results["greedy"]["plain"] == whole.tolist()
 
 
-def test_pipeline_stages(tmp_path: Path) -> None:
+def test_pipeline_stages(split: Split) -> None:
     """Each process says so before any pass, and with an attached drafter it decodes plainly."""
-    target, results = run_two_processes(tmp_path, "stages")
+    target, results = split[0], split[1]["stages"]
     plain = target.generate(**make_prompts([6]), max_new_tokens=8, do_sample=False).tolist()
     assert plain == results["plain"] == results["own attached"] == results["lent attached"]
     assert results["own"] == results["lent"]

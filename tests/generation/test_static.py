@@ -25,7 +25,8 @@ SMALL = {"num_assistant_tokens": 12, "num_layers": 1}
 
 
 def make_pair(family: str = "llama", **settings: Any) -> Pair:
-    target = make_target(family, num_layers=2 if "num_layers" in settings else 3)
+    num_layers = 3 if "num_layers" not in settings else 2 if "target_layer_ids" in settings else 1
+    target = make_target(family, num_layers=num_layers)
     if family == "gemma2":
         target = target.float()  # see test_families
     return target, make_drafter(target, **{"num_assistant_tokens": 47} | settings)
@@ -150,9 +151,9 @@ def test_later_calls_use_the_same_memory_and_graphs(monkeypatch: pytest.MonkeyPa
         assert torch.equal(output.sequences, plain)
         return set(marked), output[CACHE_NAME]
 
-    # Of a first call all are new: keys and values of three layers, and two counts.
+    # Of a first call all are new: keys and values of two layers, and two counts.
     first, cache = generate([9], 0)
-    assert len(first) == 2 * 3 + 2
+    assert len(first) == 2 * 2 + 2
     of_weights = set(shared)  # the cut head and its tokens, and two tables
     assert len(of_weights) == 2 + 2
     num_graphs, states = Backend.num_graphs, [layer.keys.clone() for layer in cache.layers]

@@ -92,8 +92,8 @@ def test_states_in_float32_before_a_head_in_16_bits(family: str, vocabulary: lis
 
 def test_memory_of_compiled_calls() -> None:
     """What a call keeps can be used in and out of inference mode, and freed."""
-    target = make_target(num_layers=2)
-    drafter = make_drafter(target, num_assistant_tokens=8)
+    target = make_target(num_layers=1)
+    drafter = make_drafter(target, num_assistant_tokens=8, num_layers=1)
     compiled = {"cache_implementation": "static", "compile_config": compile_on_every_device(backend="eager")}
     for in_inference_mode in (True, False, True):
         with torch.inference_mode(in_inference_mode):

@@ -15,9 +15,9 @@ from transformers.distributed import DistributedConfig
 from transformers_gumiho import GumihoModel, attached
 
 
-def main(folder: Path, way: str) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    results = {"tensors": split_tensors, "stages": split_layers}[way](folder)
+    results = {"tensors": split_tensors(folder), "stages": split_layers(folder)}
     (folder / f"process_{os.environ['RANK']}.json").write_text(json.dumps(results))
     torch.distributed.barrier()
     # With PyTorch 2.13 one process in some twenty aborts in the destructors of its gloo threads, after all is done.
@@ -88,4 +88,4 @@ def split_layers(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -390,6 +390,10 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     with pytest.raises(ValueError, match=r"created with different settings: dtype"):
         Journal(path, {"dtype": "bfloat16"}, resume=True)
     assert len(samples_of(tmp_path)) == len(samples)
+    with path.open("a") as file:
+        file.write('{"of": "1", "samples": [{"mode": "plain", "peak_memory": 1}]}\n')
+    with pytest.raises(ValueError, match=r"another version of this package wrote\. Begin anew without --resume"):
+        Journal(path, {"dtype": "float32"}, resume=True)
     assert not Journal(path, {"dtype": "bfloat16"}, resume=False).known
 
 

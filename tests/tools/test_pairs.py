@@ -1,5 +1,7 @@
 """The pairs that have a short name; SmolLM2 comes from an installed package, or from the Hub."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import torch
 from commands import gumiho, refuse
 from gguf_package import write_package
 from safetensors import SafetensorError
+from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho.tools.pairs import arguments, smollm2
+from transformers_gumiho.tools.pairs import PairArguments, arguments, load_pair, smollm2
+from transformers_gumiho.tools.tuning.command import _sample_prompts
 
 
 @pytest.fixture
@@ -46,6 +50,23 @@ def test_an_installed_package_is_converted_once_into_an_ordinary_folder(
 
     assert smollm2.find_target() == str(folder)
     assert "Converting the package" not in capsys.readouterr().err
+
+
+def test_a_targets_own_config_does_not_keep_a_pair_from_drafting(tmp_path: Path) -> None:
+    """Such as one that asks for beams. The commands need one row for each prompt."""
+    shutil.copytree(DEMO_TARGET, tmp_path / "target")
+    file = tmp_path / "target" / "generation_config.json"
+    own = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "use_cache": False}
+    own |= {"stop_strings": ["self"], "prompt_lookup_num_tokens": 3}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    options = {"target": str(tmp_path / "target"), "assistant": str(DEMO_TARGET.parent / "gumiho")}
+    target, _, drafter = load_pair(PairArguments(**options))
+    plain = AutoModelForCausalLM.from_pretrained(DEMO_TARGET)
+    assert len(_sample_prompts(target, 3)) == 3
+    call = {"inputs": torch.arange(60, 72).view(2, 6), "max_new_tokens": 12, "do_sample": False}
+    expected = plain.generate(**call)
+    assert torch.equal(target.generate(**call), expected)
+    assert torch.equal(target.generate(**call, assistant_model=drafter), expected)
 
 
 def test_without_the_inspected_release_the_target_is_the_hubs(

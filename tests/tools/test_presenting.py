@@ -216,20 +216,20 @@ def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.Monk
 def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(
     has_template: bool, target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one, each is continued."""
+    """Without one, each is continued. Bytes of another encoding are replaced."""
     tokenizer = make_tokenizer(CHATML if has_template else None)
     tokenizer.save_pretrained(tmp_path)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(DEMO_TARGET / name)
     messages, expected = [], []
-    for line in ("import os", "and then?"):
+    for line in ("import os", "caf\ufffd?"):
         messages.append({"role": "user", "content": line})
         prompt = line
         if has_template:
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         expected.append(plain_tokens(target, prompt, max_new_tokens=12))
         messages.append({"role": "assistant", "content": tokenizer.decode(expected[-1], skip_special_tokens=True)})
-    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\nand then?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\ncaf\udce9?\n"))
     answers = generate(GenerateArguments(**PAIR | {"target": str(tmp_path)}, max_new_tokens=12))
     assert [answer.tokens for answer in answers] == expected
 

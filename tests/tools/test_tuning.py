@@ -315,9 +315,13 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same(monkey
         assert "pause" in origins.sources
 
 
-def test_where_the_settings_go_is_asked_before_anything_is_measured() -> None:
+def test_where_the_settings_go_is_asked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="not a folder; give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
+    pair = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho")}
+    monkeypatch.setattr(command.os, "access", lambda path, _: str(path) != pair["assistant"])
+    with pytest.raises(OSError, match=r"gumiho' cannot be written to\. Name another folder with --output_dir"):
+        tune(TuningArguments(**pair, num_prompts=1))
 
 
 def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,15 +353,11 @@ def stop(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("has_prompts", [True, False])
 def test_command_keeps_the_settings_with_the_drafter(
     has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Each tree takes seconds.
-    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._SHAPES", ((6, 2),))
-    monkeypatch.setattr("transformers_gumiho.tools.tuning.trees._NUM_SIZES", 2)
-    monkeypatch.setattr(contest, "ROUNDS", (1,))
-    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]
     command = [

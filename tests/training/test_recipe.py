@@ -15,8 +15,10 @@ from training_data import CHATML, DEMO_TARGET, MESSAGES, read_jsonl, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel, record
+from transformers_gumiho.tools.measuring.prompts import read_prompts
 from transformers_gumiho.training import FeatureDataset, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
+from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
 from transformers_gumiho.training.recipe import training, writing
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
 from transformers_gumiho.training.recipe.stages import Run
@@ -133,6 +135,7 @@ def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: st
         "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *layers,
         "--stages",
     ]  # fmt: skip
+    refuse("holds no answers yet. Add write to --stages", *first, "train")
     gumiho(*first, "write", "features")
     refuse("dtype (bfloat16, now float32). Give these values again", *first, "train", "--features_dtype", "float32")
     cache = tmp_path / "first" / "work" / "features"
@@ -180,7 +183,22 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         ([], "Give the target with --target, and the data with --data"),
         (["--target", DEMO_TARGET, "--data", "missing.jsonl"], "There is no file 'missing.jsonl'"),
         (["--features", "."], "is no feature cache"),
-        (["--features", ".", "--data", "x"], "leave --data out"),
+        (["--features", ".", "--data", "x"], "leave --data and --num_rows out"),
+        (["--features", ".", "--num_rows", "5"], "leave --data and --num_rows out"),
+        (["--target", "t", "--data", "none", "--num_rows", "5"], "use --num_prompts with --data none"),
+        (["--target", "./t", "--data", "x"], "There is no folder './t'"),
+        (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
+        (["--target", "t", "--data", "x", "--output_dir", "t"], "would replace the target in 't'. Name"),
+        (["--target", "t", "--data", "x", "--drafter", "d", "--output_dir", "e/../d"], "would replace the drafter in"),
+        (["--target", "t", "--data", "x", "--output_dir", __file__], "Not a directory"),
+        (["--target", "t", "--data", "x", "--resume_from_checkpoint", "true"], "continues from its newest checkpoint"),
+        (["--target", "t", "--data", "x", "--prediction_loss_only"], "leave --prediction_loss_only out"),
+        (["--target", "t", "--data", "x", "--report_to", "mlflow"], "install it with `pip install mlflow`"),
+        (["--target", "t", "--data", "x", "--measured_new_tokens", "0"], "--measured_new_tokens must be at least 1"),
+        (["--target", "t", "--data", "x", "--num_measured_prompts", "-1"], "--num_measured_prompts must be"),
+        (["--target", "t", "--data", "x", "--num_eval_rows", "nan"], "--num_eval_rows must be at least 0, got nan"),
+        (["--target", "t", "--data", "x", "--features_dtype", "int8"], "'int8'. Give --features_dtype float32"),
+        (["--target", DEMO_TARGET, "--data", __file__, "--chat_template", CHATML * 9], "File name too long"),
         (["--target", "t", "--data", "x", "--lora_rank", "4"], "give it with --drafter"),
         (["--target", "t", "--data", "x", "--train_only", "parallel"], "serial head: give it with --drafter"),
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
@@ -198,8 +216,19 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         ),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arguments_of_recipe, "get_available_reporting_integrations", lambda: ["wandb"])
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
+
+
+def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The defaults depend on which are given."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        gumiho("train", "--output_dir", tmp_path, "--conf", tmp_path / "mine.yaml")
+    assert "unrecognized arguments: --conf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "num_processes", "says_so"), [(1, 2, False), (0, 1, True)])
@@ -275,3 +304,6 @@ def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
     assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
     Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
     assert "tune: left out, because it needs two prompts" in capsys.readouterr().out
+    held_out = [{"prompt": "a"}, {"messages": [{"role": "user", "content": ""}, *MESSAGES[1:]]}, {"prompt": "b"}]
+    run = SimpleNamespace(args=args, is_main=True, prompt_file=tmp_path / "p.jsonl", _split=lambda: (None, held_out))
+    assert Run._write_prompts(run) == len(read_prompts(str(run.prompt_file))) == 2  # noqa: SLF001

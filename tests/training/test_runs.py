@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ import torch
 from chat_target import make_chat_target, make_chat_tokenizer
 from commands import gumiho, interrupt, refuse
 from hub_cache import write_to_hub_cache
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from transformers_gumiho.files import sole_writer
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.recipe import plan, progress
@@ -373,6 +377,30 @@ def test_states_are_kept_where_that_pays(
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
     gumiho(*command(folder, "kept", "--plan", "--ignore_plan", *words))
     assert told in capsys.readouterr().out
+
+
+def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the drafter of a phase, nor what the run wrote in `work/`."""
+    pushed = {}
+
+    def upload_folder(self: HfApi, *, folder_path: Path, repo_id: str, ignore_patterns: list[str], **_: Any) -> None:
+        files = [str(path.relative_to(folder_path)) for path in folder_path.rglob("*") if path.is_file()]
+        pushed[repo_id] = {*filter_repo_objects(files, ignore_patterns=ignore_patterns)}
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"))
+    begin_from(whole, folder / "pushed")
+    monkeypatch.chdir(folder / "pushed")  # a card is called after the folder, whatever it is given as
+    gumiho(*command(folder, ".", *UP_TO_TRAINING, "--push_to_hub", "--output_dir", "."))
+    assert [*pushed] == ["me/pushed"]
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= pushed["me/pushed"]
+    assert not [file for file in pushed["me/pushed"] if file.startswith("work")]
+    assert "\n# pushed\n" in Path("README.md").read_text()
+
+
+def test_a_folder_has_one_run_at_a_time(folder: Path, whole: Path) -> None:
+    with sole_writer(whole / "work"):
+        refuse("Another run is writing there", *command(folder, "whole", *UP_TO_TRAINING))
 
 
 def test_a_file_gives_defaults_and_the_command_line_replaces_them(

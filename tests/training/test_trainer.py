@@ -302,8 +302,9 @@ def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path)
     assert logged[4] == pytest.approx(sum(lengths) / len(lengths))
 
 
-def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel) -> None:
-    """A drafter in training would pause most of the time."""
+def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter in training would pause most of the time, and a target of beams cannot draft."""
+    monkeypatch.setattr(target.generation_config, "num_beams", 2)
     drafter = GumihoModel.from_target(target)
     drafter.generation_config.update(num_assistant_tokens=5, break_even=50.0)
     with observing(origins := Origins()):
@@ -490,8 +491,11 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, other)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
-    with pytest.raises(ValueError, match="`batch_eval_metrics=True` asks for metrics batch by batch"):
-        make_args(tmp_path, batch_eval_metrics=True)
+    for metrics in ({"batch_eval_metrics": True}, {"eval_do_concat_batches": False}):
+        with pytest.raises(ValueError, match=r"`batch_eval_metrics=True` and .* ask for metrics batch by batch"):
+            make_args(tmp_path, **metrics)
+    with pytest.raises(ValueError, match="`label_smoothing_factor` is for labels"):
+        make_args(tmp_path, label_smoothing_factor=0.1)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ BROKEN = {
     '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "its `chat_template_kwargs` are no object",
     '{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}': "its `tool_calls` are no list of objects",
     '{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}': "a tool call has no function",
+    '{"messages": [{"role": "assistant", "function_call": {}}]}': "a tool call has no function",
+    '{"prompt": "<image>", "completion": "y", "images": ["a.png"]}': "has a column 'images', which is not text",
     '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `generati",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}, '
     '{"role": "assistant", "content": "z"}]}': "the chat template refuses it: roles must alternate",
@@ -219,6 +222,11 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     cached = load_dataset("parquet", data_files=str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "cache"))
     names = [Path(cached["train"].cache_files[0]["filename"]).parent]
     names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL", "data.jsonl.gz"]
+    # These characters are patterns elsewhere.
+    (tmp_path / "folder [1]").mkdir()
+    names += ["data[1].jsonl", "folder [1]"]
+    for name in ("data[1].jsonl", "folder [1]/a.jsonl"):
+        shutil.copy(tmp_path / "data.jsonl", tmp_path / name)
     results = [
         list(prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=256)[0])
         for name in names
@@ -252,6 +260,16 @@ def test_each_source_has_its_splits(kind: str, tmp_path: Path) -> None:
         assert len(load_conversations(str(name), "test")) == 2
     with pytest.raises(ValueError, match="nonsense"):
         load_conversations(str(name), "nonsense")
+
+
+def test_a_folder_is_read_as_its_card_says(tmp_path: Path) -> None:
+    """As in repositories of the Hub."""
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "a.jsonl", [{"text": name}])
+    assert len(load_conversations(str(tmp_path))) == 2
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: new/*.jsonl\n---\n")
+    assert load_conversations(str(tmp_path)).to_list() == [{"text": "new"}]
 
 
 def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConfig) -> None:
@@ -368,8 +386,9 @@ def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: Pre
         "{% endfor %}{% endfor %}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     arguments: Any = {"path": "a.py"}
-    call = {"function": {"name": "list_paths", "arguments": json.dumps(arguments) if as_json else arguments}}
-    messages = [MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function = {"name": "list_paths", "arguments": json.dumps(arguments) if as_json else arguments}
+    calls = {"function_call": function} if as_json else {"tool_calls": [{"function": function}]}
+    messages = [MESSAGES[1], {"role": "assistant", "content": None} | calls]
     messages += [{"role": "tool", "content": "a.py"}, {"role": "assistant", "content": "import os"}]
     columns = {"tools": TOOLS, "documents": [{"text": "a page"}]}
     columns = {name: json.dumps(value) if as_json else value for name, value in columns.items()}
@@ -378,6 +397,9 @@ def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: Pre
     assert text.startswith('tools [{"type": "function", "function": {"name": "list_paths"')
     assert "\na page\nuser:\nimport what?" in text
     assert texts_that_count(rows[0]) == ["list_paths(path=a.py)<|endoftext|>", "import os<|endoftext|>"]
+    of_run = {"tools": TOOLS, "documents": [{"text": "a page"}]}  # instead of the row
+    again, _ = prepare([{"messages": messages}], config, template, chat_template_kwargs=of_run)
+    assert again[0]["input_ids"] == rows[0]["input_ids"]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -65,9 +65,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 @pytest.mark.parametrize("num_bytes", [0, 10, 900, 10**6])
 def test_a_killed_run_goes_on_to_the_same_file(write: Any, num_bytes: int, whole: Whole, tmp_path: Path) -> None:
     """Also where lines that another process wrote are beside it. Other settings are refused."""
-    path, lines = tmp_path / "a.jsonl", whole[write]
+    path, lines = tmp_path / "a [1].jsonl", whole[write]
     path.write_bytes(b"".join(lines)[:num_bytes])
-    (tmp_path / "a.jsonl.part3").write_bytes(b"".join(lines[4:6]) + b'{"row": 7, "te')
+    (tmp_path / "a [1].jsonl.part3").write_bytes(b"".join(lines[4:6]) + b'{"row": 7, "te')
     write(path)
     assert path.read_bytes() == b"".join(lines)
     assert [json.loads(line)["row"] for line in lines] == [*range(len(lines))]
@@ -138,6 +138,8 @@ def test_a_file_of_something_else_is_left_as_it_is(write: Any, lines: str, tmp_p
         write(tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_text() == lines
     assert [*tmp_path.iterdir()] == [tmp_path / "a.jsonl"]
+    with pytest.raises(ValueError, match=r"' is a folder\. Name a file in it"):
+        write(tmp_path)
 
 
 def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +155,13 @@ def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeyp
         check_begun_with(path, {"seed": 0})
 
 
-# Runs `gumiho`, and kills the second process after this many of its writes.
+# Runs `gumiho` with each list of words in a file. In the last run, the second process is killed after three writes.
 RUN = """
-import os, sys
+import json, os, sys
 from accelerate import PartialState
 from transformers_gumiho.training.writing import row_file
 from transformers_gumiho.cli import main
-rows_left, append_rows = int(sys.argv.pop(1)), row_file.append_rows
+rows_left, append_rows = 99, row_file.append_rows
 def append(*arguments):
     global rows_left
     rows_left -= PartialState().process_index
@@ -167,43 +169,49 @@ def append(*arguments):
         os._exit(9)
     append_rows(*arguments)
 row_file.append_rows = append
-main()
+runs = json.load(open("runs.json"))
+for words in runs:
+    rows_left = 3 if words is runs[-1] else 99
+    sys.argv = ["gumiho", *words]
+    main()
 """
-LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--main_process_port", "0"]
+LAUNCH = [
+    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+    "--main_process_port", "0", "run.py",
+]  # fmt: skip
 WORDS = [
     "--max_new_tokens", 6, "--seed", 0, "--writing_batch_size", 2, "--target_dtype", "float32", "--sampled_share",
     0.5, "--num_prompts", 9, "--max_prompt_tokens", 40,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "num_processes"), [("questions.jsonl", (2, 1)), ("none", (1, 2))])
-def test_several_processes_write_what_one_writes(
-    data: str, num_processes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command. Where one of two processes is killed, a single one goes on, and the other way round."""
-    (tmp_path / "run.py").write_text(RUN)
     write_jsonl(tmp_path / "questions.jsonl", [{"prompt": f"def f{index}(self, x):\n    "} for index in range(17)])
     TARGET.save_pretrained(tmp_path / "target")
     TOKENIZER.save_pretrained(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
 
-    def write(file: str, number: int, num_rows: int = 99) -> None:
-        words = ["data", "--target", "target", "--data", data, "--output_file", file, *WORDS]
-        if number == 1 and num_rows == 99:
-            gumiho(*words)
-        elif number == 1:
-            interrupt(row_file, "append_rows", num_rows, *words)
-        else:
-            command = [sys.executable, *LAUNCH, "--num_processes", number, "run.py", num_rows, *words]
-            environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, timeout=500)
-            assert (process.returncode == 0) == (num_rows == 99), process.stderr.decode()[-3000:]
+    def words(data: str, file: str) -> list[str]:
+        return list(map(str, ["data", "--target", "target", "--data", data, "--output_file", file, *WORDS]))
 
-    write("one.jsonl", 1)
-    write("several.jsonl", num_processes[0], num_rows=3)
-    write("several.jsonl", num_processes[1])
-    one, several = (Path(f"{file}.jsonl").read_bytes() for file in ("one", "several"))
-    assert len(one.splitlines()) == (9 if data == "none" else 17)
-    assert several == one
-    for row in map(json.loads, one.splitlines()):
-        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+    def check(data: str, num_rows: int) -> None:
+        one, several = (Path(f"{file}_{data}").read_bytes() for file in ("one", "several"))
+        assert len(one.splitlines()) == num_rows
+        assert several == one
+        for row in map(json.loads, one.splitlines()):
+            assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+
+    for data in ("none", "questions.jsonl"):
+        gumiho(*words(data, f"one_{data}"))
+    # One process begins, and two go on. Then two begin, and one goes on.
+    interrupt(row_file, "append_rows", 3, *words("none", "several_none"))
+    runs = [words(data, f"several_{data}") for data in ("none", "questions.jsonl")]
+    Path("runs.json").write_text(json.dumps(runs))
+    Path("run.py").write_text(RUN)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run([sys.executable, *LAUNCH], env=environment, capture_output=True, timeout=500)
+    assert Path("several_questions.jsonl.part1").exists(), process.stderr.decode()[-3000:]
+    check("none", 9)
+    gumiho(*runs[-1])
+    check("questions.jsonl", 17)

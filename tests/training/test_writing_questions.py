@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
+from commands import gumiho, refuse
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from training_data import CHATML, read_jsonl
@@ -35,6 +36,22 @@ def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
         assert len(row["prompt"]) > len(opening)
     with pytest.raises(ValueError, match="created with different settings: openings"):
         synthesize(target, tmp_path / "a.jsonl", 6, batch_size=6)
+
+
+def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp_path: Path) -> None:
+    """And samples as it is told to."""
+    target.save_pretrained(tmp_path / "target")
+    make_chat_tokenizer(None).save_pretrained(tmp_path / "target")
+    (tmp_path / "template.jinja").write_text(CHATML)
+    words = ["data", "--target", tmp_path / "target", "--data", "none", "--num_prompts", 3, "--top_k", 50]
+    words += ["--max_new_tokens", 4, "--max_prompt_tokens", 40, "--output_file", tmp_path / "a.jsonl"]
+    refuse("has no chat template", *words)
+    gumiho(*words, "--chat_template", tmp_path / "template.jinja")
+    tokenizer = make_chat_tokenizer()
+    for row in read_jsonl(tmp_path / "a.jsonl"):
+        asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)
+        assert row["generations"][0]["prompt_ids"] == asked["input_ids"]
+    assert "top_k=50" in (tmp_path / "a.prompts.jsonl.settings.json").read_text()
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Training data from a target behind a server: one of our own that misbehaves, and `transformers serve`."""
 
 import json
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ import pytest
 from chat_target import make_chat_target, make_chat_tokenizer
 from commands import gumiho, refuse
 from datasets import Dataset
-from servers import free_port, serving
+from servers import free_port
 from training_data import MESSAGES, read_jsonl, write_jsonl
 from transformers.utils.import_utils import is_serve_available
 
@@ -168,7 +166,9 @@ def test_a_server_without_token_ids_is_used_by_text(
     assert out.count("sends no token ids: texts are encoded again") == 1
 
 
-def test_servers_of_different_software_lose_no_rows(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_servers_of_different_software_lose_no_rows(
+    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One of them knows no token ids, so both are used by text."""
 
     def knows_both(path: str, body: dict[str, Any], number: int) -> Reply:
@@ -176,8 +176,10 @@ def test_servers_of_different_software_lose_no_rows(serve: Callable[..., Server]
 
     one = write(make_engine(serve(by_text).url), tmp_path / "one.jsonl", max_new_tokens=20)
     servers = [serve(knows_both), serve(by_text)]
-    assert write(make_engine([server.url for server in servers]), tmp_path / "two.jsonl", max_new_tokens=20) == one
+    urls = [server.url for server in servers]
+    assert write(make_engine(urls), tmp_path / "two.jsonl", max_new_tokens=20) == one
     assert all(len(server.requests) > 1 for server in servers)
+    assert f"{' or '.join(urls)} sends no token ids" in capsys.readouterr().out
 
 
 def test_the_commands_tell_what_they_do(
@@ -319,33 +321,43 @@ def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:
         make_engine("http://localhost:8000", concurrency=0)
 
 
+def test_a_server_that_dies_in_the_middle_leaves_what_was_written(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """In the middle of a request, without an answer. Another server writes the rest."""
+    path = tmp_path / "a.jsonl"
+
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        if number == 4:
+            server.http.shutdown()
+            server.http.server_close()
+            raise ConnectionAbortedError
+        return by_ids(path, body, number)
+
+    server = serve(reply)
+    with pytest.raises(EndpointError, match=r"does not answer.*What was written before stays"):
+        write(make_engine(server.url, max_retries=1), path)
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert 0 < len(before) < len(QUESTIONS)
+    rows = write(make_engine(serve(by_ids).url), path)
+    assert [row["row"] for row in rows] == [*range(len(QUESTIONS))]
+    assert {*before} <= {*path.read_text(encoding="utf-8").splitlines()}
+
+
 @pytest.mark.skipif(
     not is_serve_available(),
     reason="`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)",
 )
-def test_transformers_serve_dies_in_the_middle(serve: Callable[..., Server], tmp_path: Path) -> None:
-    """It is killed when the first answers are written; what is there then stays, and another one writes the rest."""
-    path, model = tmp_path / "a.jsonl", str(tmp_path / "tiny")
+def test_transformers_serve_writes_what_the_target_writes(serve: Callable[..., Server], tmp_path: Path) -> None:
+    from transformers.cli.serve import Serve
+
+    model, port = str(tmp_path / "tiny"), free_port()
     TARGET.save_pretrained(model)
     TOKENIZER.save_pretrained(model)
-    questions = [{"prompt": f"What is {index}, please?"} for index in range(30)]
-    command = ["transformers.cli.transformers", "serve", model, "--device", "cpu", "--dtype", "float32"]
-    with serving(*command) as (url, process):
-
-        def kill_after_the_first_rows() -> None:
-            while not path.exists() or not path.stat().st_size:
-                time.sleep(0.005)
-            os.killpg(process.pid, signal.SIGKILL)
-
-        killer = threading.Thread(target=kill_after_the_first_rows, daemon=True)
-        killer.start()
-        with pytest.raises(EndpointError, match=r"(does not answer|refuses).*What was written before stays"):
-            write(ServerEngine(url, model, TOKENIZER, max_retries=1, concurrency=2), path, questions)
-        killer.join(timeout=60)
-        assert not killer.is_alive()
-    before = path.read_text(encoding="utf-8").splitlines()
-    assert 0 < len(before) < 30
-    rows = write(ServerEngine(serve(by_text).url, model, TOKENIZER), path, questions)
-    assert [row["row"] for row in rows] == [*range(30)]
-    assert {*before} <= {*path.read_text(encoding="utf-8").splitlines()}
-    assert any(json.loads(line).get("messages") for line in before)
+    server = Serve(model, port=port, device="cpu", dtype="float32", non_blocking=True)
+    try:
+        rows = write(ServerEngine(f"http://localhost:{port}", model, TOKENIZER, concurrency=2), tmp_path / "a.jsonl")
+    finally:
+        server.kill_server()
+    assert rows == write(ServerEngine(serve(by_text).url, model, TOKENIZER), tmp_path / "b.jsonl")
+    assert any("messages" in row for row in rows)

@@ -31,7 +31,11 @@ def with_template_kwargs(
     """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
     if not kwargs or not tokenizer.chat_template:
         return tokenizer
-    lines = [f"{{%- set {name} = {name} if {name} is defined else {value!r} +%}}" for name, value in kwargs.items()]
+    # `tools` and `documents` are always given, as `None` where there are none.
+    lines = [
+        f"{{%- set {name} = {name} if {name} is defined and {name} is not none else {value!r} +%}}"
+        for name, value in kwargs.items()
+    ]
     tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
     is_one = isinstance(template, str)
     templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}

@@ -47,7 +47,7 @@ def model_card_of(
     return ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        name=trainer.hub_model_id or model_name or Path(name).name,
+        name=trainer.hub_model_id or model_name or Path(name).resolve().name,
         target=target,
         link=f"[{target}](https://huggingface.co/{target})" if is_public else f"`{target}`",
         drafter=trainer.drafter.config.name_or_path if is_adapter else name,

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from ..generation.verification.placement import input_device
+from ..generation.verification.requirements import ONE_ROW_EACH
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
@@ -124,7 +125,8 @@ def measure_acceptance(
     break_even = getattr(own_settings, "break_even", None)
     own_settings.break_even = NEVER_PAUSES
     # What is trained is the drafter, whatever the context would draft.
-    settings = {"do_sample": False, "prompt_lookup_num_tokens": 0, "return_dict_in_generate": True} | generate_kwargs
+    settings = ONE_ROW_EACH | {"do_sample": False, "prompt_lookup_num_tokens": 0, "return_dict_in_generate": True}
+    settings |= generate_kwargs
     settings |= {"max_new_tokens": max_new_tokens, "assistant_model": drafter}
     lengths = []
     try:

@@ -49,7 +49,7 @@ class Journal:
     samples of the file by the key of their batch. `settings` are the conditions of the measurements, kept beside it.
 
     Raises:
-        ValueError: With `resume`: the file was begun with other settings.
+        ValueError: With `resume`: the file was begun with other settings or by another version, or is damaged.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], resume: bool):
@@ -60,7 +60,13 @@ class Journal:
         check_begun_with(path, settings)
         cut_incomplete_line(path)
         rows = map(json.loads, complete_lines(path))
-        self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
+        try:
+            self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserValueError(
+                f"{str(path)!r} holds a line that is damaged, or that another version of this package wrote. Begin "
+                f"anew without --resume, or name another --output_dir."
+            ) from error
 
     def append(self, key: str, samples: Sequence[Sample]) -> None:
         """Writes the samples of a batch."""

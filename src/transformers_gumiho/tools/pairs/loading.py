@@ -1,16 +1,15 @@
 """Loading the models that a command's options name."""
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import damaged_files_named
+from ...commands import UserValueError, as_user_errors
+from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
-from ...generation.verification.requirements import check_pair
+from ...generation.verification.requirements import ONE_ROW_EACH, check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import load_tokenizer
@@ -29,7 +28,7 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
             fit the target.
     """
     args = args.resolved()
-    _check_folder(str(args.assistant))
+    check_folder(str(args.assistant))
     target, tokenizer = load_target(args)
     with as_user_errors():
         drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
@@ -75,7 +74,7 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     if args.target is None:
         raise UserValueError("Name the target with --target.")
     name, dtype, device_map = args.target, args.dtype, args.device_map
-    _check_folder(name)
+    check_folder(name)
     if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -89,14 +88,5 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         raise UserValueError(
             f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
         )
+    target.generation_config.update(**ONE_ROW_EACH)
     return target, tokenizer
-
-
-def _check_folder(name: str) -> None:
-    """Raises `FileNotFoundError` for a missing folder. Names on the Hub pass: they have at most one slash."""
-    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
-    if is_folder and not Path(name).is_dir():
-        raise UserFileNotFoundError(
-            f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
-            f"'amd/Gumiho-llama3-8b'."
-        )

@@ -163,6 +163,8 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
+    # Bytes of another encoding than the terminal's arrive as characters that no tokenizer reads.
+    turns = [turn.encode(errors="surrogateescape").decode(errors="replace") for turn in turns]
     prompt = encode_turn(tokenizer, turns, texts)
     if not prompt:
         raise UserValueError("The prompt has no tokens. Give a longer --prompt.")

@@ -1,6 +1,7 @@
 """`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ...commands import UserValueError, as_user_errors, option
+from ...commands import UserOSError, UserValueError, as_user_errors, option
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
@@ -41,6 +42,7 @@ def tune(args: TuningArguments) -> TuningResult:
 
     Raises:
         KeyboardInterrupt: The run was stopped.
+        OSError: The folder cannot be written to.
         ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
             prompts with.
     """
@@ -49,6 +51,8 @@ def tune(args: TuningArguments) -> TuningResult:
     folder = Path(args.output_dir or str(args.assistant))
     if args.output_dir is None and not folder.is_dir():
         raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        raise UserOSError(f"{str(folder)!r} cannot be written to. Name another folder with --output_dir.")
     target, tokenizer, drafter = load_pair(args)
     if questions is None:
         prompts = _sample_prompts(target, args.num_prompts)

@@ -17,6 +17,7 @@ _ROLES |= dict.fromkeys(("tool", "function", "observation", "ipython"), "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _CONVERSATION = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # beside the text, which means nothing without them
 _TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
 _FORMS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
 
@@ -69,6 +70,8 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     row = parse_row(row)
     if "skipped" in row:
         raise MalformedRowError(str(row["skipped"]))
+    if medium := next((name for name in _MEDIA if row.get(name)), None):
+        raise MalformedRowError(f"has a column {medium!r}, which is not text")
     turns, first_trained, text = _find_turns(row, has_template, answered)
     if not isinstance(turns, list) or not turns:
         raise MalformedRowError("its conversation is not a list of messages, or is empty")
@@ -128,6 +131,8 @@ def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> t
 
 def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     message = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's name for it before `tool_calls`
+        message["tool_calls"] = [{"type": "function", "function": call}]
     name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
     role, calls = _ROLES.get(str(name).lower()), message.get("tool_calls") and _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)

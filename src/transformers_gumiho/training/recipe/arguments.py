@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.integrations import get_available_reporting_integrations
 
 from ... import commands
-from ...commands import REQUIRED, UserValueError, option
+from ...commands import REQUIRED, UserValueError, check_limits, option
+from ...files import check_folder
 from ...model.open_text import parse_template_kwargs
 from .. import GumihoTrainingArguments, Sampling
 from .recipes import RECIPES
@@ -18,6 +20,7 @@ from .recipes import RECIPES
 
 # An accelerator writes and reads texts of this length in the time in which a CPU does those.
 _MAX_NEW_TOKENS, _MAX_LENGTH = (2048, 4096) if torch.accelerator.is_available() else (512, 2048)
+_REPORTS = {"mlflow", "tensorboard", "trackio", "wandb"}  # whose libraries are missed here, not after the writing
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
@@ -31,8 +34,8 @@ class WritingArguments:
         "lets it write its own."
     )
     data_split: str = option("Split of the dataset, if its name has none.", "train")
-    num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000)
-    num_rows: int | None = option("Number of rows of the data to read (default: all).")
+    num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000, at_least=1)
+    num_rows: int | None = option("Number of rows of the data to read (default: all).", at_least=1)
     target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
@@ -40,10 +43,10 @@ class WritingArguments:
     openings: Path | None = option(
         "With `--data none`: file with a user's first words in each line; \\n breaks lines."
     )
-    writing_batch_size: int = option("Prompts or answers to write at a time.", 32)
-    max_prompt_tokens: int = option("Maximum tokens of a prompt that the target writes.", 256)
-    max_new_tokens: int = option("Maximum number of tokens of an answer.", _MAX_NEW_TOKENS)
-    max_length: int = option("Maximum number of tokens of a row.", _MAX_LENGTH)
+    writing_batch_size: int = option("Prompts or answers to write at a time.", 32, at_least=1)
+    max_prompt_tokens: int = option("Maximum tokens of a prompt that the target writes.", 256, at_least=1)
+    max_new_tokens: int = option("Maximum number of tokens of an answer.", _MAX_NEW_TOKENS, at_least=1)
+    max_length: int = option("Maximum number of tokens of a row.", _MAX_LENGTH, at_least=2)
     sampled_share: float | None = option(
         "Share of the answers that are sampled (default: all if the target's generation config samples, or else a "
         "quarter); the others are greedy."
@@ -55,7 +58,10 @@ class WritingArguments:
         "Addresses of servers that run the target, e.g. http://localhost:8000. ENDPOINT_API_KEY holds their key."
     )
     endpoint_model: str | None = option("Name of the target on the server (default: --target).")
-    concurrency: int = option("Requests to the server at a time.", 32)
+    concurrency: int = option("Requests to the server at a time.", 32, at_least=1)
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
     @property
     def writes_prompts(self) -> bool:
@@ -77,8 +83,11 @@ class WritingArguments:
         parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
         if self.target_dtype != "auto":
             _check_precision("target_dtype", self.target_dtype)
+        check_folder(str(self.target))
         if not self.writes_prompts and self.openings:
             raise UserValueError("--openings are for prompts of the target: use --data none.")
+        if self.writes_prompts and self.num_rows is not None:
+            raise UserValueError("--num_rows limits data: use --num_prompts with --data none.")
 
 
 @dataclass(kw_only=True)
@@ -106,25 +115,31 @@ class RecipeArguments(WritingArguments):
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048)
-    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.")
+    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048, at_least=1)
+    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.", at_least=1)
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
-    num_proc: int | None = option("Processes that prepare the data.")
+    num_proc: int | None = option("Processes that prepare the data.", at_least=1)
     num_eval_rows: float = option(
-        "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128
+        "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128, at_least=0
     )
     drafter: str | None = option("Continue training this drafter.")
-    num_parallel_heads: int | None = option("Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.")
-    transition_rank: int | None = option("Rank of the parallel heads' transitions (default: the recipe's).")
+    num_parallel_heads: int | None = option(
+        "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.", at_least=1
+    )
+    transition_rank: int | None = option(
+        "Rank of the parallel heads' transitions (default: the recipe's).", at_least=0
+    )
     target_layer_ids: list[int] | None = option(
         "Layers of the target that the serial head reads (default: the last one)."
     )
-    lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0)
+    lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0, at_least=0)
     calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = option("Held-out prompts to measure tau on; needs --cache_features false.", 0)
-    num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18)
-    measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64)
+    num_acceptance_prompts: int = option(
+        "Held-out prompts to measure tau on; needs --cache_features false.", 0, at_least=0
+    )
+    num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18, at_least=0)
+    measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64, at_least=1)
 
     def check(self) -> None:
         if self.recipe not in RECIPES:
@@ -135,13 +150,11 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
-        elif self.data is not None:
-            raise UserValueError("--features holds prepared data: leave --data out.")
+        elif self.data is not None or self.num_rows is not None:
+            raise UserValueError("--features holds prepared data: leave --data and --num_rows out.")
+        if self.drafter is not None:
+            check_folder(self.drafter)
         _check_precision("features_dtype", self.features_dtype)
-        if self.num_eval_rows < 0 or self.lora_rank < 0:
-            raise UserValueError("--num_eval_rows and --lora_rank must not be negative.")
-        if self.num_parallel_heads is not None and self.num_parallel_heads < 1:
-            raise UserValueError(f"--num_parallel_heads must be at least 1, got {self.num_parallel_heads}.")
         if self.lora_rank and self.drafter is None:
             raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
         new_parts = (self.num_parallel_heads, self.transition_rank, self.target_layer_ids)
@@ -153,16 +166,22 @@ class RecipeArguments(WritingArguments):
 
 
 def _check_precision(name: str, value: str) -> None:
-    """Raises `ValueError` for a precision that there is not."""
-    if not isinstance(getattr(torch, value, None), torch.dtype):
+    """Raises `ValueError` for a precision that no target has."""
+    if value not in ("float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {value!r}. Give --{name} float32, bfloat16 or float16.")
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
+    if training_args.resume_from_checkpoint is not None:
+        raise UserValueError("A run continues from its newest checkpoint: leave --resume_from_checkpoint out.")
+    if training_args.prediction_loss_only:
+        raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
+    if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):
+        raise UserValueError(f"--report_to needs a library: install it with `pip install {min(missing)}`.")
     if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
-        raise UserValueError("--num_acceptance_prompts decodes with the target: add --cache_features false.")
+        raise UserValueError("--num_acceptance_prompts needs the target: no --features, but --cache_features false.")
     if args.lora_rank and part:
         raise UserValueError(
             "--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out."

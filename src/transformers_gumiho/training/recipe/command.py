@@ -1,17 +1,21 @@
 """`gumiho data` and `gumiho train`."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from huggingface_hub import HfApi
 
+from ...commands import UserValueError, as_user_errors
+from ...files import sole_writer
 from .. import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .recipes import RECIPES
 from .stages import Measures, Run
-from .writing import load_tokenizer, write_answers
+from .writing import load_tokenizer, say, write_answers
 
 
 def run_data_command(words: Sequence[str]) -> None:
@@ -40,14 +44,23 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     phases, folder = phases_of(words, args, training_args), Path(training_args.output_dir)
     for number, phase in enumerate(phases.values()):
         check_training(args, phase, has_drafter=args.drafter is not None or number > 0)
-    (folder / "work").mkdir(parents=True, exist_ok=True)
+    for name, model in (("target", args.target), ("drafter", args.drafter)):
+        if model is not None and Path(model).resolve() == folder.resolve():
+            raise UserValueError(
+                f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
+            )
+    with as_user_errors():
+        (folder / "work").mkdir(parents=True, exist_ok=True)
     run = Run(args, phases, folder, measures)
-    if args.restart is not None and not args.plan:
-        run.forget(args.restart)
-    if args.plan or not run.has_begun:
-        run.plan()
-    if not args.plan:
-        run.run()
+    with sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext():
+        if args.restart is not None and not args.plan:
+            run.forget(args.restart)
+        if args.plan or not run.has_begun:
+            run.plan()
+        if not args.plan:
+            run.run()
+            if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
+                _push(folder, training_args)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
 
 
@@ -71,8 +84,22 @@ def phases_of(
     found = {}
     for name, options in phases.items():
         folder = str(Path(training_args.output_dir) / "work" / name)
-        found[name] = _parse([*words, "--output_dir", folder], order | options)[1]
+        # The finished drafter alone is pushed.
+        found[name] = _parse([*words, "--output_dir", folder, "--push_to_hub", "false"], order | options)[1]
     return found
+
+
+def _push(folder: Path, args: GumihoTrainingArguments) -> None:
+    """Uploads the drafter to the Hub, without what it was made from."""
+    with as_user_errors():
+        api = HfApi(token=args.hub_token)
+        name = args.hub_model_id or folder.resolve().name
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, revision=args.hub_revision, ignore_patterns=["work/*"],
+            commit_message="A drafter of `gumiho train`",
+        )  # fmt: skip
+    say(f"pushed to {repository}")
 
 
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...files import Record, damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.target_shape import TargetLayers
@@ -221,6 +221,8 @@ class Run:
     def run(self) -> None:
         """Runs the stages that are not finished."""
         chosen = [stage for stage in STAGES if stage in self.args.stages]
+        if self.args.features is None and self.args.regenerate and "write" not in chosen and not self.answers.exists():
+            raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
@@ -365,7 +367,7 @@ class Run:
 
     def _write_prompts(self) -> int:
         """Writes prompts of the rows that are held out into a file, and returns their number."""
-        prompts = [text for text in map(first_question, self._split()[1] or []) if text is not None]
+        prompts = [text for text in map(first_question, self._split()[1] or []) if text]
         prompts = prompts[: self.args.num_measured_prompts]
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]

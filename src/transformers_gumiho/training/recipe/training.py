@@ -108,7 +108,7 @@ class Training:
     def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
         set_seed(training_args.seed)
-        checkpoint = training_args.resume_from_checkpoint or last_complete_checkpoint(training_args.output_dir)
+        checkpoint = last_complete_checkpoint(training_args.output_dir)
         state = _state_in(checkpoint) if checkpoint else None
         if state is not None and _has_ended(state, training_args):
             # It was stopped before its result was kept.
@@ -170,8 +170,8 @@ class Training:
             trainer.model.to(stored_dtype(args.drafter, {}) if is_added_to else getattr(torch, name, torch.float32))
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
-        describe = trainer.push_to_hub if training_args.push_to_hub else trainer.create_model_card
-        describe(finetuned_from=args.target, dataset=None if args.writes_prompts else args.data)
+        name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
+        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset)
 
 
 def _state_in(folder: str) -> TrainerState:

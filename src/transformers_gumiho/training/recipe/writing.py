@@ -94,7 +94,7 @@ def write_answers(
             str(path).removesuffix(".jsonl") + ".prompts.jsonl",
             openings=[line.strip().replace("\\n", "\n") for line in lines if line.strip()],
             max_prompt_tokens=args.max_prompt_tokens,
-            sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95),
+            sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95, args.top_k or 0),
             seed=seed,
         )
     regenerate_dataset(rows, engine, tokenizer, path, settings)

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
 from ...generation.verification.placement import input_device
+from ...generation.verification.requirements import ONE_ROW_EACH
 from ...generation.verification.target_states import why_not_finite
 from ...internals import CACHE_NAME
 from ...model.fingerprint import model_fingerprint
@@ -22,13 +23,10 @@ from .requests import Completion, Request, Sampling, Task
 _NUM_TOKENS = 32
 # Most nuclei have fewer tokens. Sorting a large vocabulary in each step costs as much as a small target.
 _NUM_CANDIDATES = 256
-# In place of what a target's own config may say, so that `generate()` returns one row per prompt, and only its tokens,
-# and nothing depends on where a row is padded or a piece of it begins.
-_ONE_ROW_EACH: dict[str, Any] = {
-    "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False,
-    "min_new_tokens": None, "stop_strings": None, "max_time": None, "prompt_lookup_num_tokens": None,
-    "use_cache": True, "cache_implementation": None, "min_length": 0, "forced_eos_token_id": None,
-    "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
+# Further ones, so that nothing depends on where a row is padded or a piece of it begins.
+_IN_PIECES: dict[str, Any] = {
+    "do_sample": False, "min_new_tokens": None, "max_time": None, "cache_implementation": None, "min_length": 0,
+    "forced_eos_token_id": None, "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
 }  # fmt: skip
 
 
@@ -81,7 +79,7 @@ class LocalEngine:
         mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
         cache = DynamicCache(config=self.target.config)
         rows_leave = all(type(layer) is DynamicLayer for layer in cache.layers)
-        settings = _ONE_ROW_EACH | {"pad_token_id": padding, "eos_token_id": sorted(ends) or None}
+        settings = ONE_ROW_EACH | _IN_PIECES | {"pad_token_id": padding, "eos_token_id": sorted(ends) or None}
         settings |= {CACHE_NAME: cache} if rows_leave else {}
         found: list[list[int]] = [[] for _ in requests]
         rows = list(range(len(requests)))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     Opens a file of rows for this run alone.
 
     Raises:
-        ValueError: The file was begun with other settings.
+        ValueError: The file was begun with other settings, or is a folder.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
+    if Path(path).is_dir():
+        raise UserValueError(f"{str(path)!r} is a folder. Name a file in it.")
     file, is_main = RowFile(Path(path)), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
@@ -102,7 +105,7 @@ class RowFile:
         self.state.wait_for_everyone()
         if self.state.is_main_process:
             cut_incomplete_line(self.path)
-            for part in self.path.parent.glob(f"{self.path.name}.part*"):
+            for part in self.path.parent.glob(f"{escape(self.path.name)}.part*"):
                 append_rows(self.path, map(json.loads, complete_lines(part)))
                 part.unlink()
         self.state.wait_for_everyone()

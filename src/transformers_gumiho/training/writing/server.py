@@ -129,12 +129,12 @@ class ServerEngine:
             raise MalformedRowError("the server's response is invalid") from error
 
     def _ask_for_ids(self) -> bool:
-        for url in self.urls:  # requests take the servers in turns
+        for _ in self.urls:  # requests take the servers in turns
             try:
                 self._by_ids(Request(self.tokenizer("a")["input_ids"], 1, None, 0))
             except _NO_ANSWER:
                 text = "sends no token ids: texts are encoded again, and those that do not encode back are left out"
-                tqdm.write(f"{url} {text}.")
+                tqdm.write(f"{' or '.join(self.urls)} {text}.")
                 return False
         return True
 
