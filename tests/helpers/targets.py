@@ -164,6 +164,7 @@ def plain_and_drafted(
         outputs.append(target.generate(**kwargs, **extra))
         states.append(torch.get_rng_state())
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].sequences.dtype == outputs[1].sequences.dtype
     assert torch.equal(*states)
     return outputs
 
