@@ -100,7 +100,7 @@ class Training:
         if is_main:
             for stage in ("tune", "evaluate"):  # of an earlier drafter
                 shutil.rmtree(work / stage, ignore_errors=True)
-        self._finish(trainer, training_args)
+        self._finish(trainer, training_args, [*phases])
         trainer.accelerator.wait_for_everyone()
         if is_main:
             whole.write(how, is_finished=True)
@@ -153,7 +153,7 @@ class Training:
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         return replace(planned, **changes)
 
-    def _finish(self, trainer: GumihoTrainer, training_args: Any) -> None:
+    def _finish(self, trainer: GumihoTrainer, training_args: Any, phases: list[str]) -> None:
         """
         Calibrates and evaluates the drafter, and saves it with a card: in the target's precision, or in its own where
         it was only added to.
@@ -171,7 +171,7 @@ class Training:
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
-        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset)
+        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases)
 
 
 def _state_in(folder: str) -> TrainerState:
