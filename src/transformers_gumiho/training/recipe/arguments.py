@@ -102,11 +102,7 @@ class DataArguments(WritingArguments):
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
-    recipe: str = option(
-        f"How to train: {' or '.join(RECIPES)}. In each phase, `recommended` replaces defaults of training and loss "
-        "that are shown here.",
-        "recommended",
-    )
+    recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
