@@ -24,7 +24,7 @@ class GumihoTrainingArguments(TrainingArguments):
     2503.10135); those of `TrainingArguments` that the recipe sets differently have its values here.
     """
 
-    output_dir: str | None = option("Folder of the drafter and its checkpoints.")
+    output_dir: str = option("Folder of the drafter and its checkpoints.")
     learning_rate: float = option("The initial learning rate of AdamW.", 2e-4)
     adam_beta2: float = option("Beta2 of AdamW.", 0.95)
     warmup_steps: float = option("Steps (or share of all steps) of linear warm-up.", 200)
