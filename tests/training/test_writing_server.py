@@ -299,6 +299,16 @@ def test_nonsense_costs_its_row_alone(
     assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
 
 
+@pytest.mark.parametrize("token", [-1, len(TOKENIZER), 10**12])
+def test_tokens_that_the_target_does_not_have_are_told(
+    serve: Callable[..., Server], tmp_path: Path, token: int
+) -> None:
+    """They are those of another model."""
+    server = serve(lambda *_: completion("a", token_ids=[token]))
+    with pytest.raises(EndpointError, match=r"another model\. So it was with all 6 requests"):
+        write(make_engine(server.url), tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_where_one_server_fails_the_others_go_on(
     serve: Callable[..., Server], tmp_path: Path, answers: bool, capsys: pytest.CaptureFixture[str]
