@@ -496,6 +496,12 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
             make_args(tmp_path, **metrics)
     with pytest.raises(ValueError, match="`label_smoothing_factor` is for labels"):
         make_args(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(TypeError, match="`target` must be a model or CachedFeatures, got str"):
+        make_trainer("target", tmp_path, make_drafter(target))
+    with pytest.raises(ValueError, match="The target is a drafter"):
+        make_trainer(make_drafter(target), tmp_path, make_drafter(target))
+    with pytest.raises(ValueError, match=r"`compute_loss_func` .* Leave it out"):
+        make_trainer(target, tmp_path, compute_loss_func=lambda *_, **__: 0)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):
