@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping as register_checkpoint_conversion_mapping,
 )
@@ -271,6 +271,17 @@ def cache_argument(target: PreTrainedModel) -> str:
     return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 
+def hands_on_positions(target: PreTrainedModel) -> bool:
+    """Whether the `position_ids` of a pass reach the target's `forward`. Some classes drop them (EXAONE 4.5)."""
+    prepare = type(target).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
+    kwargs = {cache_argument(target): DynamicCache(), "attention_mask": torch.ones_like(tokens), "use_cache": True}
+    positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
+    return positions is not None and positions.shape[-1] == tokens.shape[-1]
+
+
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns the attention implementation of layers with this config."""
     return config._attn_implementation
@@ -356,6 +367,19 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
         known.update(new)
         found += new
     return found
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Returns a context in which a model is in eval mode, where it draws no random numbers."""
+    training = [module for module in modules_of(model) if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def runs_as_defined(module: nn.Module) -> bool:

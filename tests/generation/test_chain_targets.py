@@ -20,10 +20,13 @@ from chains import (
 from pretend_device import pretending
 from streamers import Recorder
 from targets import make_prompts, passes_of
+from tiny_configs import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -66,6 +69,17 @@ def test_texts_equal_plain(family: str) -> None:
     target = make_chain_target(family)
     for lengths, do_sample in (([1], False), ([5], True), (BATCH, False), (BATCH, True)):
         check_text(target, lengths, do_sample)
+
+
+@pytest.mark.skipif("exaone4_5" not in CONFIG_MAPPING, reason="not in this release of transformers")
+@pytest.mark.parametrize("lengths", [[5], BATCH])
+def test_positions_that_are_dropped_before_a_pass(lengths: list[int]) -> None:
+    """Its `prepare_inputs_for_generation` drops them, and its decoder counts the slots of its cache."""
+    torch.manual_seed(0)
+    target = AutoModelForImageTextToText.from_config(small_config("exaone4_5")).double().eval()
+    target.generation_config.pad_token_id = 0
+    _, drafted = both(target, lengths, do_sample=False, eos_token_id=None)
+    assert draft_rate(drafted.accepted_lengths) >= 0.3
 
 
 @pytest.mark.parametrize("family", PARTLY_EXACT_FAMILIES)
@@ -322,6 +336,22 @@ def test_low_precision_is_tried_in_float32(family: str) -> None:
     target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 
 
+def test_a_trial_is_made_in_full_precision() -> None:
+    """Its verdict holds for all calls, whatever precision the first of them runs in."""
+    target, precisions = make_chain_target("qwen3_next").float(), []
+    target.register_forward_pre_hook(lambda *_: precisions.append(torch.get_float32_matmul_precision()))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            target.generate(**make_prompts(BATCH), max_new_tokens=4, assistant_model=make_chain_drafter(target))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions[0] == "highest"
+    assert precisions[-1] == "high"
+
+
 def test_kernels_that_take_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_float32(module: Any, args: Any) -> None:
         if args[0].dtype != torch.bfloat16:
@@ -352,6 +382,7 @@ def test_what_was_measured_holds_for_what_was_measured(monkeypatch: pytest.Monke
         return len(measured)
 
     target = make_chain_target("lfm2")
+    target.config.note = {"no JSON"}
     target.config.vocab_size = 20
     assert (check(target), check(target)) == (1, 0)
     target.config.vocab_size = 21

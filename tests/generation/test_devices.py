@@ -41,7 +41,7 @@ PENALTY = {"repetition_penalty": 1.1}  # which looks at the prefix
 
 SPLIT = {
     "model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0", "model.layers.0": "cuda:0",
-    "model.layers.1": "cuda:1", "model.layers.2": "cuda:1", "model.norm": "cuda:1", "lm_head": "cuda:1",
+    "model.layers.1": "cuda:1", "model.norm": "cuda:1", "lm_head": "cuda:1",
 }  # fmt: skip
 # Where the target is, and where the drafter is.
 PLACEMENTS: dict[str, tuple[str | dict[str, str], str]] = {
@@ -58,7 +58,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
     "sampled": ({}, [5, 2, 4], SAMPLED),
     "context": ({}, [9, 4], GREEDY | LOOKUP),
     "static": ({}, [5, 2], SAMPLED | STATIC),
-    "layers, some tokens": ({"target_layer_ids": [0, 2], "draft_vocabulary": [6, 1, 5, 2]}, [5, 2], GREEDY),
+    "layers, some tokens": ({"target_layer_ids": [0, 1], "draft_vocabulary": [6, 1, 5, 2]}, [5, 2], GREEDY),
     "transitions": ({"transition_rank": 3}, [5], SAMPLED),
 }
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 from streamers import Recorder
 from targets import VOCAB_SIZE, WINDOW, Pair, equals_plain, make_drafter, make_prompts, make_target, plain_and_drafted
-from transformers import DynamicCache, LogitsProcessor, MaxLengthCriteria, StoppingCriteria
+from transformers import DynamicCache, EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
 from transformers_gumiho import GumihoGenerateOutput
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
@@ -114,6 +114,8 @@ def test_length_criterion_of_the_caller(pair: Pair, max_length: int, lengths: li
 def test_ends_at_the_token_where_plain_generation_ends(pair: Pair, eos_token_id: list[int]) -> None:
     for lengths in ([5], [3, 9, 1, 6]):
         equals_plain(*pair, eos_token_id=eos_token_id, lengths=lengths)
+    criteria = [EosTokenCriteria(torch.tensor(eos_token_id[0]))]  # of no dimension
+    equals_plain(*pair, eos_token_id=eos_token_id, lengths=lengths, stopping_criteria=criteria)
 
 
 # All other lengths up to 15 are in test_costs.
@@ -236,8 +238,9 @@ def test_following_call_continues_from_the_returned_cache(family: str, first_is_
     assert cache.get_seq_length() == begun.shape[1] - 1
     for assistant in ({"assistant_model": draft}, {}):
         continued = model.generate(
-            begun, max_new_tokens=25, do_sample=False, **{CACHE_NAME: copy.deepcopy(cache)}, **assistant
-        )
+            begun, attention_mask=torch.ones_like(begun), max_new_tokens=25, do_sample=False,
+            **{CACHE_NAME: copy.deepcopy(cache)}, **assistant,
+        )  # fmt: skip
         assert torch.equal(continued, whole)
 
 
@@ -281,6 +284,15 @@ def test_learned_positions_that_end_before_the_longest_text_would() -> None:
     model = make_target("gpt2")
     settings = {"max_new_tokens": 200, "stopping_criteria": [StopsAfterPattern(94, 1)]}
     assert equals_plain(model, make_drafter(model), lengths=[20], **settings).sequences.shape[1] == 94
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
+def test_dropout_in_the_drafter_draws_nothing(pair: Pair, lengths: list[int]) -> None:
+    drafter = copy.deepcopy(pair[1]).train()
+    for layer in drafter.layers:
+        layer.self_attn.attention_dropout = 0.5
+    equals_plain(pair[0], drafter, lengths=lengths, do_sample=True)
+    assert all(module.training for module in drafter.modules())
 
 
 def test_overflow_in_the_drafter_costs_speed_and_nothing_else(pair: Pair) -> None:
@@ -410,6 +422,7 @@ def test_exception_leaves_the_target_as_it_was(pair: Pair, error: type[BaseExcep
     length = cache.get_seq_length()
     assert 5 <= length < 45
     continued = target.generate(
-        plain[:, : length + 1], max_length=45, do_sample=False, **{CACHE_NAME: cache}, assistant_model=drafter
-    )
+        plain[:, : length + 1], attention_mask=torch.ones(1, length + 1), max_length=45, do_sample=False,
+        **{CACHE_NAME: cache}, assistant_model=drafter,
+    )  # fmt: skip
     assert torch.equal(continued, plain)

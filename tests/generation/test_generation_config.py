@@ -44,7 +44,7 @@ APPLIED: dict[str, dict[str, Any]] = {
     "remove_invalid_values": {"remove_invalid_values": True},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 3.0), "eos_token_id": 6},
     "suppress_tokens": {"suppress_tokens": [1, 2, 3]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [1, 2, 3, 4]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [1, 2, 3, 4, 6]},
     "sequence_bias": {"sequence_bias": [[[3], 4.0], [[1, 2], -5.0]]},
     "guidance_scale": {"guidance_scale": 3.0},
     "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=4.0, context_width=1)},

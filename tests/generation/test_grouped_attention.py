@@ -132,7 +132,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_mixed", "gemma3", "phi3", "mixtral"])
 def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list[int]) -> None:
-    target = make_target(family, "sdpa")
+    target = make_target(family, "sdpa", num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=15)
     for lengths in ([9], [9, 4]):
         prompts = make_prompts(lengths)
@@ -144,7 +144,7 @@ def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list
 
 
 def test_nobody_else_is_affected(copies: list[int]) -> None:
-    target, prompts = make_target("llama", "sdpa"), make_prompts([5, 3])
+    target, prompts = make_target("llama", "sdpa", num_layers=3), make_prompts([5, 3])
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
 
     def run() -> int:
@@ -185,7 +185,7 @@ def test_a_function_that_somebody_registered_stays() -> None:
 
     AttentionInterface.register("sdpa", theirs)
     try:
-        target = make_target("llama", "sdpa")
+        target = make_target("llama", "sdpa", num_layers=3)
         equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
         assert calls
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
@@ -228,7 +228,7 @@ def test_masks_are_folded_once_in_a_pass(lengths: list[int], monkeypatch: pytest
         used.append(kwargs["attn_mask"])
         return nn.functional.scaled_dot_product_attention(*states, **kwargs)
 
-    target = make_target("mistral", "sdpa").float()
+    target = make_target("mistral", "sdpa", num_layers=3).float()
     drafter = make_drafter(target, num_assistant_tokens=15)
     prompts = make_prompts(lengths)
     expected = target.generate(**prompts, max_new_tokens=12, do_sample=False, assistant_model=drafter)

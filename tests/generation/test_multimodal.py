@@ -7,7 +7,9 @@ import pytest
 import torch
 from chains import draft_rate, make_chain_drafter, partly_right_drafts
 from targets import equals_plain, make_drafter, make_prompts
+from tiny_configs import small_config
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -209,6 +211,19 @@ def test_the_drafter_reads_the_whole_prompt() -> None:
     target.generate(**prompt, max_new_tokens=4, assistant_model=drafter)
     handle.remove()
     assert lengths[0] == prompt["input_ids"].shape[1]
+
+
+@pytest.mark.skipif(CACHE_NAME != "cache", reason="in older releases GIT takes no mask of a tree")
+@pytest.mark.parametrize("lengths", [None, [5], [5, 3]], ids=["image alone", "one", "batch"])
+def test_an_image_that_stands_before_the_text(lengths: list[int] | None) -> None:
+    """GIT puts it there itself, so it returns more states than there are tokens and positions."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(small_config("git")).double().eval()
+    target.generation_config.update(bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    size = target.config.vision_config.image_size
+    prompt = {"pixel_values": torch.randn(len(lengths or [1]), 3, size, size, dtype=torch.float64)}
+    prompt |= {"input_ids": None} if lengths is None else make_prompts(lengths)
+    equals_plain(target, make_chain_drafter(target), **prompt)
 
 
 def make_mllama() -> PreTrainedModel:

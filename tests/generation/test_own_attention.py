@@ -108,7 +108,7 @@ def check_text(target: PreTrainedModel, is_chain: bool, one_row: bool = False) -
     """Asserts that drafted texts are the plain ones, and that they come of trees, or of chains."""
     assert TargetTraits.of(target).is_chain == is_chain
     accepted: list[int] = []
-    drafter = make_drafter(make_target())
+    drafter = make_drafter(make_target(num_layers=3))
     limit = drafter.config.max_draft_depth if is_chain else 63
     for prompts, sampling in ((make_prompts([7]), {}), (make_prompts([6, 3]), {}), (make_prompts([6, 3]), SAMPLED)):
         if one_row and len(prompts["input_ids"]) > 1:
@@ -145,19 +145,19 @@ def test_a_function_that_takes_dense_masks_computes_trees(
 ) -> None:
     name, function, mask = given
     register(name, function, mask, on_instance)
-    check_text(make_target(attn_implementation=name), is_chain=False)
+    check_text(make_target(attn_implementation=name, num_layers=3), is_chain=False)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed"])
 def test_windows_are_in_its_masks(family: str, register: Callable[..., None]) -> None:
     register("clipped", clipped, sdpa_mask)
-    target = make_target(family, "clipped")
+    target = make_target(family, "clipped", num_layers=3)
     for prompts in (make_prompts([9]), make_prompts([9, 4])):
-        output = equals_plain(target, make_drafter(make_target(family)), **prompts)
+        output = equals_plain(target, make_drafter(make_target(family, num_layers=3)), **prompts)
         assert max(output.tree_sizes) == 63
     equals_plain(
         target,
-        make_drafter(make_target(family)),
+        make_drafter(make_target(family, num_layers=3)),
         drafted={"cache_implementation": "static", "disable_compile": True},
         **make_prompts([9, 4]),
     )
@@ -167,7 +167,7 @@ def test_windows_are_in_its_masks(family: str, register: Callable[..., None]) ->
 def test_without_a_mask_function_it_sees_padding(function: Function, register: Callable[..., None]) -> None:
     """Plain decoding gives it no masks at all, and so it attends to the padding, too."""
     register("bare", function)
-    check_text(make_target(attn_implementation="bare"), is_chain=False)
+    check_text(make_target(attn_implementation="bare", num_layers=3), is_chain=False)
 
 
 @pytest.mark.parametrize("given", CHAINS.values(), ids=[*CHAINS])
@@ -175,7 +175,7 @@ def test_other_functions_compute_chains(given: tuple[str, Function, Any], regist
     name, function, mask = given
     register(name, function, mask)
     # With padding, a function that ignores masks sees other tokens in longer passes, and is refused.
-    check_text(make_target(attn_implementation=name), is_chain=True, one_row=name == "distant")
+    check_text(make_target(attn_implementation=name, num_layers=3), is_chain=True, one_row=name == "distant")
 
 
 def layers_with(function: Function) -> Callable[..., Any]:
@@ -206,7 +206,7 @@ def test_code_that_is_not_registered_is_tried(
     function: Function, is_chain: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patches, and layers of other packages, look like transformers' own attention."""
-    target = make_target(attn_implementation="eager" if way == "eager function" else "sdpa")
+    target = make_target(attn_implementation="eager" if way == "eager function" else "sdpa", num_layers=3)
     for layer in target.model.layers:
         if way == "modules":
             layer.self_attn.forward = types.MethodType(layers_with(function), layer.self_attn)
@@ -228,13 +228,13 @@ def test_a_mask_function_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPa
         return mask.logical_and(torch.ones_like(mask).triu(mask.shape[3] - mask.shape[2] - 3))
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", windowed)
-    check_text(make_target(), is_chain=True)
+    check_text(make_target(num_layers=3), is_chain=True)
 
 
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
     """One layer has another function than the others."""
     register("clipped", clipped, sdpa_mask)
-    target = make_target()
+    target = make_target(num_layers=3)
     attention = target.model.layers[1].self_attn
     attention.config = type(target.config).from_dict(target.config.to_dict())
     adopt_attention_implementation(attention.config, LlamaConfig(attn_implementation="clipped"))
@@ -245,16 +245,20 @@ def test_what_no_pass_over_drafts_computes_is_refused_by_name(
     register: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     register("single", one_by_one, wrapped_mask)
-    target, prompts = make_target(attn_implementation="single"), make_prompts([6])
-    drafter = make_drafter(make_target())
+    target, prompts = make_target(attn_implementation="single", num_layers=3), make_prompts([6])
+    drafter = make_drafter(make_target(num_layers=3))
     with pytest.raises(ValueError, match="with the attention 'single': multi-token passes differ"):
         target.generate(**prompts, assistant_model=drafter)
     register("bare", sharper)
-    windows = make_target("mistral", "bare")
+    windows = make_target("mistral", "bare", num_layers=3)
+    drafter_of_windows = make_drafter(make_target("mistral", num_layers=3))
     with pytest.raises(ValueError, match="with the attention 'bare': it has no mask function"):
-        windows.generate(**prompts, assistant_model=make_drafter(make_target("mistral")))
+        windows.generate(**prompts, assistant_model=drafter_of_windows)
     plain = windows.generate(**prompts, max_new_tokens=9, do_sample=False)
-    with pytest.raises(ValueError, match="'bare'"), attached(windows, make_drafter(make_target("mistral"))):
+    with (
+        pytest.raises(ValueError, match="'bare'"),
+        attached(windows, make_drafter(make_target("mistral", num_layers=3))),
+    ):
         pass
     target.set_attn_implementation("sdpa")
     with attached(target, drafter):
@@ -273,7 +277,7 @@ def test_another_program_that_shadows_a_kernel(name: str, on_instance: bool, reg
         masks.append(mask)
         return clipped(module, query, key, value, mask, **kwargs)
 
-    target, drafter, prompts = make_target(), make_drafter(make_target()), make_prompts([6, 4])
+    target, drafter, prompts = make_target(num_layers=3), make_drafter(make_target(num_layers=3)), make_prompts([6, 4])
     with attached(target, drafter):
         register(name, theirs, flash_attention_mask, on_instance)
         adopt_attention_implementation(target.config, LlamaConfig(attn_implementation=name))
@@ -286,7 +290,7 @@ def test_another_program_that_shadows_a_kernel(name: str, on_instance: bool, reg
 
 def test_a_function_that_is_replaced_is_tried_again(register: Callable[..., None]) -> None:
     """What was found out about one function says nothing about the next of that name."""
-    target = make_target(attn_implementation="sdpa")
+    target = make_target(attn_implementation="sdpa", num_layers=3)
     for function, is_chain in ((clipped, False), (causal_by_slots, True), (clipped, False)):
         register("mine", function, sdpa_mask)
         target.set_attn_implementation("mine")
@@ -294,7 +298,7 @@ def test_a_function_that_is_replaced_is_tried_again(register: Callable[..., None
 
 
 def test_importing_registers_nothing_and_the_first_drafted_call_does() -> None:
-    target, prompts = make_target(), make_prompts([5])
+    target, prompts = make_target(num_layers=3), make_prompts([5])
     own = AttentionInterface._global_mapping  # noqa: SLF001
     before = own["sdpa"]
     try:
@@ -312,7 +316,7 @@ def test_a_target_in_train_mode_is_tried_in_eval_mode(way: str, register: Callab
     """Dropout neither decides whether it can draft, nor do its draws change what is drawn later."""
     if way == "trees":
         register("sharper", sharper, sdpa_mask)
-        target = make_target(attn_implementation="sharper")
+        target = make_target(attn_implementation="sharper", num_layers=3)
         for layer in target.model.layers:
             layer.self_attn.attention_dropout = 0.5
     else:

@@ -22,7 +22,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
-def make_pair(family: str = "llama", num_layers: int = 3, **settings: Any) -> Pair:
+def make_pair(family: str = "llama", num_layers: int | None = None, **settings: Any) -> Pair:
     """A pair whose drafter would have to be right more often than it is, and is now and then."""
     target = make_target(family, seed=3, num_layers=num_layers)
     return target, make_drafter(

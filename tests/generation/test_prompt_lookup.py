@@ -34,7 +34,7 @@ def keep_going(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     [("llama", 1, {}), ("llama", 3, STATIC), ("gemma3", 1, STATIC), ("gemma3", 3, {})],
 )
 def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, shapes: dict[str, Any]) -> None:
-    target = make_target(family, seed=3)
+    target = make_target(family, seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
     num_cycles = {"alone": 0, "with context": 0}
     for lengths, criteria in (([9], []), ([9, 4, 1], []), ([9, 4, 1], [keep_going])):
@@ -47,7 +47,7 @@ def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, s
 
 
 def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     with observing(trees := Trees()):
         output = equals_plain(target, drafter, drafted=LOOKUP, lengths=[9, 4, 1])
@@ -68,7 +68,7 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
 def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
     family: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = make_target(family, seed=3)
+    target = make_target(family, seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     calls: list[None] = []
     plain_draft = GumihoDrafter.draft
@@ -90,7 +90,7 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
 def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, Any]) -> None:
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     for lengths, max_new_tokens in (([9], 61), ([9], 67), ([9], 73), ([9, 9], 73)):
         arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens}
@@ -108,7 +108,7 @@ def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, 
 def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
 
     def sizes(branching_factor: int) -> list[int]:
         drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
@@ -126,7 +126,7 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
 
 
 def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     text = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0]
 
@@ -160,7 +160,7 @@ def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest
             return plain(self, *args)
 
         monkeypatch.setattr(kind, "draft", draft)
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
     target.generate(
         **make_prompts([9, 4]), max_new_tokens=20, do_sample=False, assistant_model=make_drafter(target), **LOOKUP
     )
@@ -209,7 +209,7 @@ def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], messag
 
 
 def test_a_drafter_looks_up_by_its_own_settings_unless_a_call_says_otherwise(tmp_path: Path) -> None:
-    target = make_target("llama", seed=3)
+    target = make_target("llama", seed=3, num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
     arguments = {**make_prompts([9]), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
 

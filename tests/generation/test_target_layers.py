@@ -24,7 +24,7 @@ LAYERS = [0, 1, 2]
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mistral"])
 @pytest.mark.parametrize("layer_ids", [[0, 1, 2], [0], [1, 2]], ids=str)
 def test_states_are_those_that_transformers_returns(family: str, layer_ids: list[int]) -> None:
-    target, ids = make_target(family), make_prompts([7])["input_ids"]
+    target, ids = make_target(family, num_layers=3), make_prompts([7])["input_ids"]
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
         found = FeatureReader(target, TargetLayers.of(layer_ids)).read(ids)
@@ -40,7 +40,7 @@ def test_states_are_those_that_transformers_returns(family: str, layer_ids: list
 )
 @pytest.mark.parametrize("layer_ids", [[0, 2], [1]], ids=str)
 def test_text_equals_plain(layer_ids: list[int], lengths: list[int], generation: dict[str, Any]) -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     drafter = make_drafter(target, target_layer_ids=layer_ids, num_assistant_tokens=20)
     arguments = {**make_prompts(lengths), "max_new_tokens": 30, **generation}
     for drafted in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 2}):
@@ -79,7 +79,7 @@ class Inputs:
 
 @pytest.mark.parametrize("kwargs", [{}, {"prefill_chunk_size": 3}], ids=str)
 def test_decoding_reads_the_states_of_the_committed_text(kwargs: dict[str, Any]) -> None:
-    target, prompts = make_target(), make_prompts([7])
+    target, prompts = make_target(num_layers=3), make_prompts([7])
     drafter = make_drafter(target, target_layer_ids=[0, 2], num_assistant_tokens=20)
     inputs = Inputs(drafter)
     text = target.generate(**prompts, max_new_tokens=25, do_sample=False, assistant_model=drafter, **kwargs)
@@ -94,7 +94,7 @@ def test_decoding_reads_the_states_of_the_committed_text(kwargs: dict[str, Any])
 
 @pytest.mark.parametrize("lengths", [[5], [4, 7]], ids=str)
 def test_a_new_fusion_drafts_as_without(tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: list[int]) -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     make_drafter(target, num_assistant_tokens=20).save_pretrained(tmp_path)
     plain, fused = (
         GumihoModel.from_pretrained(tmp_path, dtype=torch.float64, **kwargs)
@@ -114,7 +114,7 @@ def test_a_new_fusion_drafts_as_without(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_an_adapter_of_the_fusion_reads_what_it_reads() -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     drafter = make_drafter(target, target_layer_ids=[0, 2])
     wrapped = get_peft_model(drafter, LoraConfig(r=2, target_modules=["layer_fusion"], init_lora_weights=False))
     states = 10 * torch.randn(1, 5, drafter.config.drafter_input_size, dtype=drafter.dtype)
@@ -124,7 +124,7 @@ def test_an_adapter_of_the_fusion_reads_what_it_reads() -> None:
 
 
 def test_fusion_is_saved_and_loaded(tmp_path: Path) -> None:
-    drafter = make_drafter(make_target(), target_layer_ids=[0, 2])
+    drafter = make_drafter(make_target(num_layers=3), target_layer_ids=[0, 2])
     drafter.save_pretrained(tmp_path)
     found = GumihoModel.from_pretrained(tmp_path)
     assert found.config.target_layer_ids == [0, 2]
@@ -139,7 +139,7 @@ def test_fusion_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_lost_its_fusion_is_damaged(tmp_path: Path) -> None:
-    make_drafter(make_target(), target_layer_ids=[0, 2]).save_pretrained(tmp_path)
+    make_drafter(make_target(num_layers=3), target_layer_ids=[0, 2]).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["layer_fusion.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -159,7 +159,7 @@ def test_layers_are_counted_from_either_end() -> None:
 
 
 def test_a_target_without_the_layers_is_refused() -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     drafter = make_drafter(target, target_layer_ids=LAYERS)
     drafter.config.target_layer_ids = [0, 1, 7]
     with pytest.raises(ValueError, match=r"reads the layers \[0, 1, 7\].*LlamaForCausalLM has 3, 0 to 2"):

@@ -37,6 +37,11 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         _OF_THREE, "llama4_text", layer_types=["chunked_attention", "full_attention", "chunked_attention"],
         num_local_experts=2, num_experts_per_tok=1,
     ),
+    # Without chunks, and layers without a rotary embedding scale their attention by the length of the cache.
+    "llama4_unchunked": partial(
+        _OF_THREE, "llama4_text", attention_chunk_size=None, layer_types=3 * ["full_attention"],
+        no_rope_layers=[1, 0, 1], floor_scale=5, attn_scale=0.8, num_local_experts=2, num_experts_per_tok=1,
+    ),
     "mamba2": partial(small_config, "mamba2", num_hidden_layers=2),
     # The states lie beside the layers of a cache of its own class.
     "minimax": lambda: minimax_config(["full_attention", "linear_attention", "full_attention"]),
@@ -61,6 +66,8 @@ INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     # The pass over several tokens begins with an empty state.
     "jamba": partial(_OF_THREE, "jamba", num_experts=1, num_experts_per_tok=1),
     "mamba": partial(small_config, "mamba", num_hidden_layers=2),
+    # The experts of a token depend on the other tokens of its pass.
+    "doge_moe": partial(small_config, "doge", is_moe=True, num_experts=16),
 }
 
 if "dory" in CONFIG_MAPPING:  # since 5.24

@@ -79,18 +79,21 @@ def make_target(
     attn_implementation: str | None = None,
     seed: int = 0,
     vocab_size: int = VOCAB_SIZE,
-    num_layers: int = 3,
+    num_layers: int | None = None,
 ) -> PreTrainedModel:
     """
     Returns a tiny random target in float64, in which two orders of summation do not change an arg-max.
 
-    The weights are large, so that the next token depends on the whole context and not only on the last token.
+    The weights are large, so that the next token depends on the whole context and not only on the last token. By
+    default there are three layers where they are of two kinds, so that others lie between two of a kind, and else two.
     """
     torch.manual_seed(seed)
     config = FAMILIES[family]()
+    kinds = getattr(config, "layer_types", None) or []
+    num_layers = num_layers or (3 if len({*kinds}) > 1 else 2)
     config.vocab_size, config.num_hidden_layers = vocab_size, num_layers
-    if hasattr(config, "layer_types"):
-        config.layer_types = config.layer_types[:num_layers]
+    if kinds:
+        config.layer_types = kinds[:num_layers]
     # The eager experts are the ones that know float64.
     kwargs = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
     target = AutoModelForCausalLM.from_config(config, **{name: v for name, v in kwargs.items() if v}).double().eval()
@@ -161,6 +164,7 @@ def plain_and_drafted(
         outputs.append(target.generate(**kwargs, **extra))
         states.append(torch.get_rng_state())
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].sequences.dtype == outputs[1].sequences.dtype
     assert torch.equal(*states)
     return outputs
 

@@ -50,7 +50,7 @@ def make_rows(seed: int = 0, packed: bool = True) -> Dataset:
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return make_target("llama").float()
+    return make_target("llama", num_layers=3).float()
 
 
 def write(target: PreTrainedModel, folder: Path, rows: Dataset | None = None, **settings: Any) -> None:
@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_cached_features_give_the_losses_of_the_running_target(
     tmp_path: Path, family: str, layer_ids: list[int] | None, packed: bool
 ) -> None:
-    target = make_target(family).float() if family != "rembert" else build("rembert")
+    target = make_target(family, num_layers=3).float() if family != "rembert" else build("rembert")
     rows = make_rows(packed=packed)
     write(target, tmp_path / "cache", rows, target_layer_ids=layer_ids)
     histories = []
@@ -321,9 +321,9 @@ def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part:
     before = contents(tmp_path)
     tokenizer, rows, other = make_tokenizer(), make_rows(), target
     if part == "target":
-        other = make_target("llama", seed=1).float()
+        other = make_target("llama", seed=1, num_layers=3).float()
     elif part == "config":
-        other = make_target("llama").float()
+        other = make_target("llama", num_layers=3).float()
         other.config.rms_norm_eps = 0.1
     elif part == "tokenizer":
         tokenizer.add_tokens(["<new>"])
@@ -342,7 +342,7 @@ def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part:
 
 
 def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    large = make_target("llama").float()
+    large = make_target("llama", num_layers=3).float()
     large.model.norm.weight.data.fill_(1e6)
     with pytest.raises(ValueError, match=r"too large for torch\.float16\. Keep them as torch\.bfloat16"):
         write(large, tmp_path, dtype=torch.float16)
@@ -357,12 +357,12 @@ def test_states_beyond_float16_are_refused(target: PreTrainedModel, tmp_path: Pa
 
 def test_an_offloaded_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"token embedding is offloaded.* a `device_map` that keeps the embedding"):
-        write(cpu_offload(make_target("llama").float()), tmp_path)
+        write(cpu_offload(make_target("llama", num_layers=3).float()), tmp_path)
 
 
 def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     write(target, tmp_path / "a")
-    write(make_target("llama", seed=1).float(), tmp_path / "b")
+    write(make_target("llama", seed=1, num_layers=3).float(), tmp_path / "b")
     write(target, tmp_path / "c", target_layer_ids=[0, 1])
     write(target, tmp_path / "d", dtype=torch.bfloat16)
     features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
@@ -378,6 +378,36 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
             make_trainer(features, tmp_path, features.make_drafter(), train_dataset=part)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "message"),
+    [
+        ([{"input_ids": [1, 2]}], torch.float32, "`input_ids` of a `datasets.Dataset` with rows, got .* Prepare it"),
+        (make_rows().select([]), torch.float32, "with rows, got Dataset"),
+        (Dataset.from_dict({"text": ["a"]}), torch.float32, "Features are those of the `input_ids`"),
+        (make_rows().to_iterable_dataset(), torch.float32, "with rows, got IterableDataset"),
+        (Dataset.from_dict({"input_ids": [[1, 10**6]]}), torch.float32, "A row holds the token 1000000"),
+        (make_rows(), torch.int8, r"`dtype` must be a floating one .* got torch\.int8"),
+        (make_rows(), "bfloat16", "`dtype` must be a floating one .* got 'bfloat16'"),
+    ],
+)
+def test_what_gives_no_features_is_refused(
+    target: PreTrainedModel, tmp_path: Path, rows: Any, dtype: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_feature_cache(rows, target, make_tokenizer(), tmp_path, dtype=dtype)
+
+
+def test_a_batch_holds_rows_of_several_sources() -> None:
+    """Packed ones next to others, which have no positions; those with states stay among themselves."""
+    table = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "position_ids": [None, [0, 0]]})
+    for order in ([0, 1], [1, 0]):
+        batch = GumihoDataCollator()([table[index] for index in order])
+        assert [batch["position_ids"][order.index(row)].tolist() for row in (0, 1)] == [[0, 1, 2], [0, 0, 0]]
+        rows = [{"input_ids": [1, 2]} | ({"hidden_states": torch.zeros(2, 4)} if index else {}) for index in order]
+        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
+            GumihoDataCollator()(rows)
+
+
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no cache\.json"):
         FeatureDataset(tmp_path)
@@ -390,7 +420,7 @@ def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) ->
 def test_a_head_with_an_adapter_is_cached_as_what_it_computes(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     target = peft.get_peft_model(
-        make_target("llama").float(),
+        make_target("llama", num_layers=3).float(),
         peft.LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False),
     )
     write(target, tmp_path)

@@ -49,7 +49,7 @@ def test_the_serial_head_begins_as_the_least_squares_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_ids: list[int] | None, bias: bool, packed: bool
 ) -> None:
     monkeypatch.setattr(linear_start, "RIDGE", 1e-10)  # the rows hold few different tokens
-    target = make_target("llama").float()
+    target = make_target("llama", num_layers=3).float()
     rows = make_rows()
     rows = pack_pairs(rows) if packed else rows
     trainer = make_trainer(target, tmp_path, layer_ids, linear_start=True, train_dataset=rows, gumiho_fc_bias=bias)
@@ -85,7 +85,7 @@ def test_embeddings_that_are_far_smaller_than_states_count(scale: float) -> None
 
 def test_a_run_that_goes_on_begins_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that resumes nor a second training."""
-    target = make_target("llama").float()
+    target = make_target("llama", num_layers=3).float()
     settings = {"learning_rate": 1e-2, "linear_start": True, "max_steps": 4}
     whole = make_trainer(target, tmp_path / "whole", **settings)
     whole.train()
@@ -102,6 +102,6 @@ def test_first_rows_without_answers_are_named(tmp_path: Path, monkeypatch: pytes
     """Where later ones have some."""
     monkeypatch.setattr(linear_start, "NUM_TOKENS", 4)
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 4 + [{"input_ids": [1, 2, 3]}]
-    trainer = make_trainer(make_target("llama").float(), tmp_path, linear_start=True, train_dataset=rows)
+    trainer = make_trainer(make_target("llama", num_layers=3).float(), tmp_path, linear_start=True, train_dataset=rows)
     with pytest.raises(ValueError, match=r"no answers to begin with.*Train without `linear_start`"):
         trainer.train()

@@ -92,6 +92,7 @@ def test_one_command_makes_a_drafter_from_nothing(
     card = (tmp_path / "gumiho" / "README.md").read_text()
     for mode in ("plain", "prompt lookup", "gumiho"):
         assert f"\n| {mode} |" in card
+    assert "In 2 phases: serial, heads. The table is that of the last one." in card
     steps = {
         phase: json.loads((tmp_path / "gumiho/work" / phase / "checkpoint-4/trainer_state.json").read_text())
         for phase in ("serial", "heads")
@@ -204,6 +205,7 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--target", "t", "--data", "x", "--max_steps", "0"], "give --max_steps or --num_train_epochs above 0"),
+        (["--target", "t", "--data", "x", "--use_cpu", "--fp16"], "--fp16 has no effect on a CPU"),
         (["--target", "t", "--data", "x", "--num_train_epochs", "0"], "There is nothing to train"),
         (["--target", DEMO_TARGET, "--data", "none"], "has no chat template"),
         (["--target", "t", "--data", "x", "--use_cpu", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
@@ -246,7 +248,12 @@ CACHED, TEXTS, OWN = (["--features", "."], ["--target", "t", "--data", "x"], ["-
         ("data", TEXTS, ["--openings", "o"], "without --data none"),
         ("data", OWN, ["--num_rows", 5], "with --data none: use --num_prompts"),
         ("data", TEXTS, ["--concurrency", 5], "without --endpoint"),
-        ("data", [*TEXTS, "--endpoint", "http://x"], ["--writing_batch_size", 5], "with --endpoint: use --concurrency"),
+        (
+            "data",
+            [*TEXTS, "--endpoint", "http://x"],
+            ["--writing_batch_size", 5],
+            "with --endpoint: use --concurrency",
+        ),
         ("data", [*TEXTS, "--endpoint", "http://x"], ["--target_dtype", "float32"], "with --endpoint, which has"),
         ("data", [*TEXTS, "--sampled_share", 0], ["--temperature", 0.5], "with --sampled_share 0"),
     ],

@@ -45,7 +45,7 @@ DRAFTER = DEMO_TARGET.parent / "gumiho"
 
 @pytest.fixture
 def target() -> PreTrainedModel:
-    return make_target()
+    return make_target(num_layers=3)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_rows_are_the_texts_with_the_targets_states(
     tmp_path: Path, family: str, config: dict[str, Any], lengths: list[int], settings: dict[str, Any]
 ) -> None:
     is_chain = family == "qwen3_5"
-    target = make_chain_target(family) if is_chain else make_target(family)
+    target = make_chain_target(family) if is_chain else make_target(family, num_layers=3)
     drafter = make_chain_drafter(target) if is_chain else make_drafter(target, **config)
     expected = generate(target, drafter, *lengths, **settings)
     with record(target, tmp_path / "cache", TOKENIZER):
@@ -240,7 +240,7 @@ def test_switched_adapters_end_the_recording(tmp_path: Path, caplog: pytest.LogC
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    wrapped = get_peft_model(make_target(), config)
+    wrapped = get_peft_model(make_target(num_layers=3), config)
     drafter = make_drafter(wrapped.get_base_model())
     with record(wrapped, tmp_path, TOKENIZER) as recorder, one_warning(caplog, "weights or adapters have changed"):
         generate(wrapped, drafter)
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_the_recording_and_leaves_it_whole(
 def test_a_second_process_does_not_record(
     tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = make_target()
+    other = make_target(num_layers=3)
     with record(target, tmp_path, TOKENIZER):
         with one_warning(caplog, "Another run is writing there"):
             second = record(other, tmp_path, TOKENIZER)
@@ -358,14 +358,14 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path, target: PreT
     assert not (tmp_path / "none").exists()
     record(target, tmp_path / "cache", TOKENIZER).stop()
     with pytest.raises(ValueError, match=r"different settings: model .*Record into another folder"):
-        record(make_target(seed=1), tmp_path / "cache", TOKENIZER)
+        record(make_target(seed=1, num_layers=3), tmp_path / "cache", TOKENIZER)
 
 
 def test_a_served_target_that_cannot_be_recorded_drafts_on(
     tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    record(make_target(seed=1), tmp_path, TOKENIZER).stop()
+    record(make_target(seed=1, num_layers=3), tmp_path, TOKENIZER).stop()
     monkeypatch.setattr(recording.AutoTokenizer, "from_pretrained", lambda _: TOKENIZER)
     for _ in range(2):
         recording.record_once(target, str(tmp_path))
@@ -417,7 +417,7 @@ def test_recording_needs_no_extra_and_generation_none_of_the_training(tmp_path: 
 
 
 def test_the_host_waits_no_more_for_a_recorded_call(tmp_path: Path) -> None:
-    target = make_target().float()
+    target = make_target(num_layers=3).float()
     drafter = make_drafter(target)
     with pretending() as machine:
         target.to("cuda:0")

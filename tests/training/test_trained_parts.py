@@ -15,7 +15,7 @@ from transformers_gumiho.training.arguments import PARTS
 
 
 def make_trainer(folder: Path, **settings: object) -> GumihoTrainer:
-    target = make_target("llama").float()
+    target = make_target("llama", num_layers=3).float()
     torch.manual_seed(0)
     drafter = GumihoModel.from_target(target, transition_rank=4, target_layer_ids=[0, 2]).float()
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_heads_and_transitions_learn_what_they_learn_beside_a_serial_head_that_s
 
 
 def test_parts_that_are_not_there_or_stay_are_refused(tmp_path: Path) -> None:
-    target = make_target("llama").float()
+    target = make_target("llama", num_layers=3).float()
     for part, fields, message in (
         ("parallel", {"num_parallel_heads": 0}, "`train_only='parallel'` needs a drafter with parallel heads"),
         ("transition", {}, r"needs a drafter with transitions.*transition_rank=64"),
@@ -85,7 +85,7 @@ def test_parts_that_are_not_there_or_stay_are_refused(tmp_path: Path) -> None:
     "option", [*({"train_only": part} for part in sorted(PARTS)), {"linear_start": True}], ids=str
 )
 def test_adapters_are_refused(tmp_path: Path, option: dict[str, object]) -> None:
-    target = make_target("llama").float()
+    target = make_target("llama", num_layers=3).float()
     wrapped = get_peft_model(GumihoModel.from_target(target), LoraConfig(r=2, target_modules=["fc"]))
     with pytest.raises(ValueError, match=rf"`{next(iter(option))}` changes a GumihoModel itself.*merge_and_unload"):
         trainer_of(target, tmp_path, wrapped, **option)

@@ -156,6 +156,19 @@ def test_settings_that_save_memory_or_time_do_not_change_the_training(
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_the_seed_of_the_data_decides_the_order_of_rows(
+    target: PreTrainedModel, tmp_path: Path, strategy: str
+) -> None:
+    settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 1, "max_steps": 3}
+    curves = []
+    for seed in (1, 1, 2):
+        trainer = make_trainer(target, tmp_path, data_seed=seed, **settings)
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[0] == curves[1] != curves[2]
+
+
 def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: Path) -> None:
     curves = []
     for bf16 in (False, True):
@@ -309,6 +322,7 @@ def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel, monkeypatch: 
     drafter.generation_config.update(num_assistant_tokens=5, break_even=50.0)
     with observing(origins := Origins()):
         measure_acceptance(target, drafter, [torch.tensor([1, 2, 3])], 40)
+        measure_acceptance(target, drafter, [[1, 2, 3]], 4)
     assert set(origins.sources) - {"end"} == {"drafter"}
     assert drafter.generation_config.break_even == 50.0
 

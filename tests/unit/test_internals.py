@@ -165,7 +165,7 @@ print(*(name for name in sys.modules if "vllm" in name))
 
 
 def test_only_what_may_be_compiled_on_this_device_is() -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     cache = StaticCache(config=target.config, max_cache_len=8)
     anywhere = GenerationConfig(compile_config=internals.compile_on_every_device())
     assert internals.would_compile(target, {CACHE_NAME: cache}, anywhere)
@@ -174,7 +174,7 @@ def test_only_what_may_be_compiled_on_this_device_is() -> None:
 
 
 def test_what_a_target_keeps_of_its_context() -> None:
-    llama = make_target()
+    llama = make_target(num_layers=3)
     assert internals.keeps_dynamic_cache(llama)
     assert not internals.is_stateful(llama)
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
@@ -202,7 +202,7 @@ def test_hooks_show() -> None:
 
 
 def test_loaded_parameters_are_told_from_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_drafter(make_target()).save_pretrained(tmp_path)
+    make_drafter(make_target(num_layers=3)).save_pretrained(tmp_path)
     found = {}
 
     def initialize(self: GumihoModel, module: nn.Module) -> None:

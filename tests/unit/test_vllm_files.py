@@ -35,33 +35,33 @@ def fresh(folder: Path) -> None:
 
 
 def for_family(family: str, folder: Path) -> None:
-    make_drafter(make_target(family)).save_pretrained(folder)
+    make_drafter(make_target(family, num_layers=3)).save_pretrained(folder)
 
 
 def without_fc_bias(folder: Path) -> None:
-    GumihoModel.from_target(make_target(), gumiho_fc_bias=False).save_pretrained(folder)
+    GumihoModel.from_target(make_target(num_layers=3), gumiho_fc_bias=False).save_pretrained(folder)
 
 
 def with_biases(folder: Path) -> None:
-    GumihoModel.from_target(make_target(), attention_bias=True, mlp_bias=True).save_pretrained(folder)
+    GumihoModel.from_target(make_target(num_layers=3), attention_bias=True, mlp_bias=True).save_pretrained(folder)
 
 
 def with_a_tokenizer(folder: Path) -> None:
-    drafter = make_drafter(make_target())
+    drafter = make_drafter(make_target(num_layers=3))
     drafter.tokenizer = load_tokenizer()
     drafter.save_pretrained(folder)
 
 
 def with_a_draft_vocabulary(folder: Path) -> None:
-    make_drafter(make_target(), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
+    make_drafter(make_target(num_layers=3), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
 
 
 def without_embedding(folder: Path) -> None:
-    make_drafter(make_target()).save_pretrained(folder, save_embedding=False)
+    make_drafter(make_target(num_layers=3)).save_pretrained(folder, save_embedding=False)
 
 
 def trained(folder: Path) -> None:
-    target = make_target().float()
+    target = make_target(num_layers=3).float()
     trainer = GumihoTrainer(
         make_drafter(target), make_args(folder, max_steps=1), target=target, train_dataset=make_rows(4)
     )
@@ -70,7 +70,9 @@ def trained(folder: Path) -> None:
 
 
 def merged(folder: Path) -> None:
-    wrapped = get_peft_model(make_drafter(make_target()), LoraConfig(r=2, target_modules=["q_proj", "fc", "linear"]))
+    wrapped = get_peft_model(
+        make_drafter(make_target(num_layers=3)), LoraConfig(r=2, target_modules=["q_proj", "fc", "linear"])
+    )
     assert isinstance(wrapped, PeftModel)
     wrapped.merge_and_unload().save_pretrained(folder)
 
@@ -111,7 +113,7 @@ def test_configs_for_the_released_drafters_are_read(folder: Path) -> None:
 
 
 def test_the_reader_notices_what_the_loader_cannot_read(tmp_path: Path) -> None:
-    target = make_target()
+    target = make_target(num_layers=3)
     for overrides, message in (
         ({"num_residual_blocks": 4}, r"Nothing is read into \['mlp.0.5.linear.bias'"),
         ({"num_residual_blocks": 6}, "no weight 'mlp.0.6.linear"),
@@ -160,7 +162,7 @@ def recorded_drafts(
 def test_a_chain_holds_the_tokens_that_vllm_drafts(
     family: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = make_target(family, vocab_size=64)
+    target = make_target(family, vocab_size=64, num_layers=3)
     drafter = make_drafter(target, branching_factor=1, num_assistant_tokens=num_tokens)
     # So that a feature depends on the whole text.
     for parameter in (drafter.fc.weight, *(p for p in drafter.layers.parameters() if p.ndim == 2)):

@@ -304,7 +304,7 @@ def test_drafters_are_known_by_their_config_or_as_released(tmp_path: Path) -> No
     ids=str,
 )
 def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path: Path) -> None:
-    drafter = GumihoModel.from_target(make_target(), **overrides)
+    drafter = GumihoModel.from_target(make_target(num_layers=3), **overrides)
     drafter.save_pretrained(tmp_path)
     fields = read_config(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
@@ -345,7 +345,7 @@ def read_drafter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_widths_that_differ_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
 ) -> None:
-    GumihoModel.from_target(make_target(), hidden_size=64, embedding_size=32).save_pretrained(tmp_path)
+    GumihoModel.from_target(make_target(num_layers=3), hidden_size=64, embedding_size=32).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
@@ -377,8 +377,8 @@ def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
 def test_layers_of_the_target_are_counted_as_vllm_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
 ) -> None:
-    GumihoModel.from_target(make_target(), target_layer_ids=[0, -1]).save_pretrained(tmp_path / "several")
-    GumihoModel.from_target(make_target()).save_pretrained(tmp_path / "last")
+    GumihoModel.from_target(make_target(num_layers=3), target_layer_ids=[0, -1]).save_pretrained(tmp_path / "several")
+    GumihoModel.from_target(make_target(num_layers=3)).save_pretrained(tmp_path / "last")
     config = read_drafter(tmp_path / "several", monkeypatch)
     assert (config.target_layer_ids, config.eagle_aux_hidden_state_layer_ids) == ([0, 2], [1, 3])
     config = read_drafter(tmp_path / "last", monkeypatch)
@@ -387,7 +387,7 @@ def test_layers_of_the_target_are_counted_as_vllm_does(
 
 
 def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
-    drafter = GumihoModel.from_target(make_target(), transition_rank=4, target_layer_ids=[0, 1])
+    drafter = GumihoModel.from_target(make_target(num_layers=3), transition_rank=4, target_layer_ids=[0, 1])
     fields = drafter.config.get_text_config().to_dict() | drafter.config.to_dict()
     config, plainer = SimpleNamespace(**fields), SimpleNamespace(**fields | {"target_layer_ids": None})
     saved = set(drafter.state_dict())
@@ -480,7 +480,11 @@ def test_a_step_is_read_at_once_where_it_cannot_wait(
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "mlp."])
 def test_every_name_of_a_tensor_is_the_drafters_own(prefix: str) -> None:
-    own = [name for name in make_drafter(make_target()).state_dict() if prefix != "mlp." or name.startswith("mlp.")]
+    own = [
+        name
+        for name in make_drafter(make_target(num_layers=3)).state_dict()
+        if prefix != "mlp." or name.startswith("mlp.")
+    ]
     assert [plain_name(prefix + name) for name in own] == own
     for name in ("lm_head.weight", "model.lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"):
         assert plain_name(name) is None
@@ -500,7 +504,7 @@ def test_batched_heads_are_the_drafters_own() -> None:
     from transformers_gumiho.vllm.heads import BatchedHeads
 
     torch.manual_seed(0)
-    drafter = make_drafter(make_target()).float()
+    drafter = make_drafter(make_target(num_layers=3)).float()
     heads = BatchedHeads(3, 32, 2, 5)
     tensors = drafter.state_dict()
     for name, place in heads.places().items():

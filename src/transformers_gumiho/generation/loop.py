@@ -10,7 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..internals import CACHE_NAME
+from ..internals import CACHE_NAME, in_eval_mode
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
 from .drafting.candidate_generator import GumihoCandidateGenerator
@@ -93,6 +93,8 @@ def decode_with_tree(
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
     events = GenerationEvents.begin(len(input_ids), observers)
     with ExitStack() as running:
+        # Dropout would draw numbers between those of the target's tokens.
+        running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
             session = read_prompt(

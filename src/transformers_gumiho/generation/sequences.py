@@ -61,7 +61,8 @@ class CommittedSequences:
         batch_size, self.prompt_length = input_ids.shape
         self.max_length = max_length_of(stopping_criteria, generation_config, self.prompt_length)
         self.pad_token_id = pad_token_id(generation_config) or 0
-        self._buffer = input_ids.new_full((batch_size, self.prompt_length + 64), self.pad_token_id)
+        size = batch_size, self.prompt_length + 64
+        self._buffer = input_ids.new_full(size, self.pad_token_id, dtype=torch.long)
         self._buffer[:, : self.prompt_length] = input_ids
         self._new_tokens: list[list[int]] = [[] for _ in range(batch_size)]  # on the host
         self.lengths = [self.prompt_length] * batch_size
@@ -72,7 +73,7 @@ class CommittedSequences:
         self.custom_criteria = StoppingCriteriaList()
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
-                self.eos_token_ids.update(criterion.eos_token_id.tolist())
+                self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is not MaxLengthCriteria:
                 self.custom_criteria.append(criterion)
         # Without an end-of-sequence token, plain generation has no padding for rows that have ended: all rows of a

@@ -24,6 +24,7 @@ class GumihoTrainingArguments(TrainingArguments):
     2503.10135); those of `TrainingArguments` that the recipe sets differently have its values here.
     """
 
+    output_dir: str | None = option("Folder of the drafter and its checkpoints.")
     learning_rate: float = option("The initial learning rate of AdamW.", 2e-4)
     adam_beta2: float = option("Beta2 of AdamW.", 0.95)
     warmup_steps: float = option("Steps (or share of all steps) of linear warm-up.", 200)
@@ -38,11 +39,14 @@ class GumihoTrainingArguments(TrainingArguments):
     feature_weight: float = option("Weight of smooth L1 between features and states.", 1.0)
     serial_ce_weight: float = option("Weight of the serial head's soft cross-entropy.", 0.1)
     parallel_ce_weight: float = option("Weight of the parallel heads' soft cross-entropy.", 0.1)
-    parallel_ce_start: float = option("Share of the training before --parallel_ce_weight counts, where all parts are trained at once.", 0.1)
+    parallel_ce_start: float = option(
+        "Share of the training before --parallel_ce_weight counts, where all parts are trained at once.", 0.1
+    )
     parallel_decay: float = option("Weight of parallel head i: this to the power of i+1.", 0.8)
     parallel_weight: float = option("Weight of the sum over the parallel heads.", 1 / 9)
     feature_noise: float = option(
-        "Width of the uniform noise on the states that the drafter reads, times 512 / row length; not for EAGLE-3 heads.", 0.2
+        "Width of the uniform noise on the states that the drafter reads, times 512 / row length; none for EAGLE-3.",
+        0.2,
     )
     unroll_serial_head: bool = option("Train later serial tokens on the drafter's own features.", False)
     linear_start: bool = option("Begin a new drafter with the best linear map to the next state.", False)

@@ -38,13 +38,13 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for what is no target, and `ValueError` for a loss of the user's, which nothing would call."""
+    """Raises `TypeError` for what is no target, and `ValueError` for a loss of the user's, which nothing calls."""
     if not isinstance(target, (nn.Module, OnlineFeatures, CachedFeatures)):
         raise TypeError(f"`target` must be a model or CachedFeatures, got {type(target).__name__}.")
     if keywords.get("compute_loss_func") is not None:
         raise UserValueError(
-            "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of a "
-            "step. Leave it out, or override `GumihoTrainer.compute_loss`."
+            "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of "
+            "a step. Leave it out, or override `GumihoTrainer.compute_loss`."
         )
 
 

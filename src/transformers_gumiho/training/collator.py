@@ -54,7 +54,9 @@ class GumihoDataCollator:
         for name in _STATES:
             states = [torch.as_tensor(row[name], device="cpu") for row in rows if row.get(name) is not None]
             if len(states) not in (0, len(rows)):
-                raise UserValueError(f"Some rows of a batch hold `{name}`, and others do not. Train on one kind alone.")
+                raise UserValueError(
+                    f"Some rows of a batch hold `{name}`, and others do not. Train on one kind alone."
+                )
             if states:
                 batch[name] = self._pad(states)
         return batch

@@ -104,10 +104,11 @@ def write_feature_cache(
             knows, the target does not have these layers, or the features do not fit into `dtype`.
         OSError: The disk is too small or full, or another run writes there. What is written stays.
     """
-    if "input_ids" not in (getattr(dataset, "column_names", None) or ()) or not has_length(dataset) or not len(dataset):
+    found = getattr(dataset, "column_names", None) or ()
+    if "input_ids" not in found or not has_length(dataset) or not len(dataset):
         raise UserValueError(
-            f"Features are those of the `input_ids` of a `datasets.Dataset` with rows, got {dataset!s:.100}. Prepare it "
-            f"with `prepare_dataset`."
+            f"Features are those of the `input_ids` of a `datasets.Dataset` with rows, got {dataset!s:.100}. Prepare "
+            f"it with `prepare_dataset`."
         )
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UserValueError(f"`dtype` must be a floating one such as `torch.bfloat16`, got {dtype!r}.")

@@ -220,7 +220,9 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         newest = self._unread[-1]
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
         if self.has_fixed_shapes:
-            return self._add_branch(padded_root(root, self._num_drafted, self.settings.longest_path), branch)
+            # A branch is merged into the whole path: a node counts as reached if all that are known above it agree.
+            longest = self.settings.longest_path if branch is None else self._num_drafted
+            return self._add_branch(padded_root(root, self._num_drafted, longest), branch)
         if branch is None:
             return bare_root(root)
         return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])
@@ -233,8 +235,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             tree = merge(tree, branch.tokens, branch.scores)
         if self.context is None or not self.has_fixed_shapes:
             return tree
-        # With fixed shapes all trees are equally deep, with or without a branch.
-        return replace(tree, max_depth=settings.longest_path)
+        # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.
+        return replace(tree, depths=tree.depths.clamp(max=settings.longest_path), max_depth=settings.longest_path)
 
     def get_candidates(
         self, input_ids: torch.Tensor, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any

@@ -244,7 +244,8 @@ class TargetSession:
         """
         states, position_ids, mask = self.prefill.states.target_states, self.prefill.position_ids, self.prompt.mask
         del self.prefill
-        num_known = min(states.shape[1], text.shape[1])
+        # A model that puts an image before the text (GIT) has more states than positions.
+        num_known = min(states.shape[1], text.shape[1], position_ids.shape[1])
         return CommittedTokens(
             text[:, -num_known:].clamp(0, vocab_size - 1),
             states[:, -num_known:],

@@ -9,7 +9,14 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ...commands import UserValueError
-from ...internals import cache_argument, foreign_code, forward_parameters, is_stateful, keeps_dynamic_cache
+from ...internals import (
+    cache_argument,
+    foreign_code,
+    forward_parameters,
+    hands_on_positions,
+    is_stateful,
+    keeps_dynamic_cache,
+)
 from .attention_kind import AttentionKind, attention_kind
 from .target_states import find_decoder
 from .trial import follows_tree_masks
@@ -114,15 +121,19 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
     if not keeps_dynamic_cache(target):
         return "keeps a cache of its own class, whose entries cannot be taken over"
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    if not takes_positions or getattr(config, "alibi", False):
+    if not takes_positions or getattr(config, "alibi", False) or not hands_on_positions(target):
         return (
-            "counts the positions of its tokens itself (its `forward` has no `position_ids`, or it uses ALiBi), so "
+            "counts the positions of its tokens itself (its `forward` gets no `position_ids`, or it uses ALiBi), so "
             "the branches of a draft tree cannot share positions"
         )
+    if config.model_type == "doge" and config.is_moe:
+        return "routes the tokens of a pass to experts by each other"
     if getattr(config, "cross_attention_layers", None):
         return "has layers that attend to an image instead of the text, which take no draft tree"
     if "local" in getattr(config, "attention_layers", ()):
         return "cuts its local attention windows by cache slot, not by the attention mask"
+    if getattr(config, "attn_temperature_tuning", False):  # of Llama 4; with chunks it verifies chains anyway
+        return "scales its attention by cache slot, not by position"
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
         return "has loops of layers that read what the last loop wrote out of the cache themselves"
     return None

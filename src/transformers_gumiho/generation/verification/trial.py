@@ -1,6 +1,7 @@
 """Trials of a target with a few tokens: whether its passes over several tokens compute what single tokens do."""
 
 import inspect
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...commands import UserError
-from ...internals import computing_in_float32, weights_version
+from ...internals import computing_in_float32, in_eval_mode, weights_version
 from .placement import input_device
 from .tree_cache import TreeCache
 
@@ -58,14 +59,15 @@ def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[[],
     key = (
         what,
         type(target),
-        target.config.to_json_string(),
+        json.dumps(target.config.to_dict(), default=str),  # users put any objects into a config
         (traits.attention.name, traits.foreign),
         (target.dtype, input_device(target), target.use_kernels),
     )
     known = _measured.get(target.get_input_embeddings(), {}).get(key)
     if known is not None and (known.is_right or known.weights == weights_version(target)):
         return known
-    with _evaluating(target):
+    # Whatever precision the call runs in, as the verdict is that of all calls.
+    with in_eval_mode(target), in_full_float32(), torch.autocast(input_device(target).type, enabled=False):
         verdict = Verdict(*_measure(target, measure), weights_version(target))
     with _recording:
         verdicts = _measured.setdefault(target.get_input_embeddings(), {})
@@ -76,16 +78,14 @@ def tried(target: PreTrainedModel, traits: Any, what: str, measure: Callable[[],
 
 
 @contextmanager
-def _evaluating(target: PreTrainedModel) -> Iterator[None]:
-    """Returns a context in which the target is in eval mode, where it draws no random numbers."""
-    training = [module for module in target.modules() if module.training]
-    for module in training:
-        module.training = False
+def in_full_float32() -> Iterator[None]:
+    """Returns a context in which products of float32 are not rounded (to TF32, on GPUs)."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        torch.set_float32_matmul_precision(precision)
 
 
 def _measure(target: PreTrainedModel, measure: Callable[[], float]) -> tuple[float, float]:

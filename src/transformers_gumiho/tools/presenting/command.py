@@ -131,8 +131,8 @@ def _check_address(host: str, port: int) -> None:
         socket.create_server((host.strip("[]"), port), family=family).close()
     except (OSError, OverflowError) as error:
         raise UserOSError(
-            f"Nothing can listen on --host {host}{f' --port {port}' if port else ''}: {error}. Give an address of this "
-            f"machine, or 0.0.0.0, and a free port."
+            f"Nothing can listen on --host {host}{f' --port {port}' if port else ''}: {error}. Give an address of "
+            f"this machine, or 0.0.0.0, and a free port."
         ) from error
 
 

@@ -98,8 +98,14 @@ class DataArguments(WritingArguments):
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
-    recipe: str = option(f"How to train: {' or '.join(RECIPES)}.", "recommended")
-    stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all); the others' options do nothing.", STAGES)
+    recipe: str = option(
+        f"How to train: {' or '.join(RECIPES)}. In each phase, `recommended` replaces defaults of training and loss "
+        "that are shown here.",
+        "recommended",
+    )
+    stages: list[str] = option(
+        f"Stages to run, of {' '.join(STAGES)} (default: all); options of the others do nothing.", STAGES
+    )
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
@@ -130,7 +136,9 @@ class RecipeArguments(WritingArguments):
         "Layers of the target that the serial head reads (default: the last one)."
     )
     lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0, at_least=0)
-    calibrate: bool = option("Fit the draft temperature of each depth on held-out rows, unless adapters are trained.", True)
+    calibrate: bool = option(
+        "Fit the draft temperature of each depth on held-out rows, unless adapters are trained.", True
+    )
     num_acceptance_prompts: int = option(
         "Held-out prompts to measure tau on; needs --cache_features false.", 0, at_least=0
     )
@@ -188,6 +196,8 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         )
     if training_args.max_steps == 0 or (training_args.max_steps < 0 and training_args.num_train_epochs <= 0):
         raise UserValueError("There is nothing to train: give --max_steps or --num_train_epochs above 0.")
+    if training_args.fp16 and training_args.device.type == "cpu":
+        raise UserValueError("--fp16 has no effect on a CPU, which trains in float32 or with --bf16. Leave it out.")
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
 

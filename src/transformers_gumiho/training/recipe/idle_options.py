@@ -27,7 +27,7 @@ _OF_BOTH = [
 IDLE = {
     "data": [
         *_OF_BOTH,
-        _Idle("target_dtype device_map", "with --endpoint, which has the target", lambda args: args.endpoint is not None),
+        _Idle("target_dtype device_map", "with --endpoint, which has the target", lambda a: a.endpoint is not None),
     ],
     "train": [
         _Idle(

@@ -54,7 +54,16 @@ from .training import (
     resolved,
     unsplit_models,
 )
-from .writing import generation_config, load_rows, load_target, load_tokenizer, num_positions, row_length, say, write_answers
+from .writing import (
+    generation_config,
+    load_rows,
+    load_target,
+    load_tokenizer,
+    num_positions,
+    row_length,
+    say,
+    write_answers,
+)
 
 
 _SAMPLE = 256  # rows whose tokens the plan counts

@@ -100,7 +100,7 @@ class Training:
         if is_main:
             for stage in ("tune", "evaluate"):  # of an earlier drafter
                 shutil.rmtree(work / stage, ignore_errors=True)
-        self._finish(trainer, training_args)
+        self._finish(trainer, training_args, [*phases])
         trainer.accelerator.wait_for_everyone()
         if is_main:
             whole.write(how, is_finished=True)
@@ -153,13 +153,13 @@ class Training:
         rows_per_pass = planned.world_size * changes.get("per_device_train_batch_size", planned.train_batch_size)
         if planned.dataloader_drop_last and lengths and len(lengths) < rows_per_pass:
             raise UserValueError(
-                f"--dataloader_drop_last drops all of the {len(lengths)} rows, as a batch has {rows_per_pass}. Leave it out, "
+                f"--dataloader_drop_last drops all {len(lengths)} rows, as a batch has {rows_per_pass}. Leave it out, "
                 f"or lower --per_device_train_batch_size."
             )
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         return replace(planned, **changes)
 
-    def _finish(self, trainer: GumihoTrainer, training_args: Any) -> None:
+    def _finish(self, trainer: GumihoTrainer, training_args: Any, phases: list[str]) -> None:
         """
         Calibrates and evaluates the drafter, and saves it with a card: in the target's precision, or in its own where
         it was only added to.
@@ -177,7 +177,7 @@ class Training:
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
-        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset)
+        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases)
 
 
 def _state_in(folder: str) -> TrainerState:
