@@ -35,10 +35,10 @@ from transformers_gumiho.training.writing import row_file
 
 
 SMALL = [
-    "--use_cpu", "--per_device_train_batch_size", 2, "--max_new_tokens", 12, "--num_eval_rows", 4, "--max_steps", 4,
+    "--use_cpu", "--per_device_train_batch_size", 2, "--num_eval_rows", 4, "--max_steps", 4,
     "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1,
-    "--max_length", 256,
 ]  # fmt: skip
+WRITING = ["--max_new_tokens", 12, "--max_length", 256]
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
 STATES = ("features", "held_out")
 PUBLISHED = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, name: str, *words: object) -> list[object]:
     common = ["train", "--target", folder / "target", "--data", folder / "questions.jsonl"]
-    return [*common, "--output_dir", folder / name, *SMALL, *words]
+    return [*common, "--output_dir", folder / name, *SMALL, *WRITING, *words]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_target_that_has_changed_is_noticed(
     change(target)
     words = ["--target", target, "--data", folder / "questions.jsonl"]
     refuse(message, "data", *words, "--output_file", run / "a.jsonl", "--max_new_tokens", 4, "--num_rows", 4)
-    train = ["train", *words, "--output_dir", run, *SMALL]
+    train = ["train", *words, "--output_dir", run, *SMALL, *WRITING]
     refuse(message, *train, *UP_TO_TRAINING)
     if message not in ("generation_config ({", "'eos_token_id': 5", "'temperature': 0.5"):
         refuse(message, *train, "--stages", "train")

@@ -196,10 +196,20 @@ def test_the_commands_tell_what_they_do(
     TOKENIZER.save_pretrained(tmp_path / "tiny")
     questions = write_jsonl(tmp_path / "questions.jsonl", [*QUESTIONS, *QUESTIONS[:2], {"answer": 1}])
     command = [
-        "data", "--target", tmp_path / "tiny", "--max_prompt_tokens", 30, "--max_new_tokens", 8,
+        "data", "--target", tmp_path / "tiny", "--max_new_tokens", 8,
         "--endpoint", server.url, "--concurrency", 3,
     ]  # fmt: skip
-    gumiho(*command, "--output_file", tmp_path / "a.jsonl", "--data", "none", "--num_prompts", 5)
+    gumiho(
+        *command,
+        "--output_file",
+        tmp_path / "a.jsonl",
+        "--data",
+        "none",
+        "--num_prompts",
+        5,
+        "--max_prompt_tokens",
+        30,
+    )
     gumiho(*command, "--output_file", tmp_path / "b.jsonl", "--data", questions)
     assert server.most_open == 3
     printed = capsys.readouterr()
