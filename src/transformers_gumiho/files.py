@@ -29,6 +29,7 @@ _READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
 
 # The arguments of `from_pretrained` that say where files are.
 PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+_BESIDE = ".settings.json"  # ends the name of the file with what another one was made from
 # What models and tokenizers are loaded from, beside weights, by the end of the name: a JSON object each.
 _OBJECTS = ("config.json", "index.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 
@@ -93,12 +94,16 @@ def check_folder(name: str) -> None:
     """
     Raises `FileNotFoundError` for a missing folder of a model. Names on the Hub pass: they have at most one slash.
     """
-    is_folder = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
-    if is_folder and not Path(name).is_dir():
+    if _is_path(name) and not Path(name).is_dir():
         raise UserFileNotFoundError(
             f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
             f"'amd/Gumiho-llama3-8b'."
         )
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is none on the Hub."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")
 
 
 def read_text(path: str | Path) -> str:
@@ -139,28 +144,23 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     """
     # Imported here, because only datasets need the library.
     from datasets import DatasetDict, load_dataset, load_from_disk
-    from datasets.data_files import DataFilesDict, get_data_patterns
     from datasets.exceptions import DatasetGenerationError
 
     path, named_split = Path(name), ""
     is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
-    kind = Path(name.removesuffix(".gz")).suffix.lower()
-    if kind in _READERS and not path.is_dir():
-        if not path.is_file():
-            raise UserFileNotFoundError(
-                f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
-            )
-        if not path.stat().st_size:
-            raise UserValueError(f"{name!r} is empty.")
-        reader = _READERS[kind] | {"data_files": {"train": [escape(name)]}}
-    elif path.is_file():
+    kind, files = _kind_of(name), {"train": [escape(name)]}
+    if (kind or _is_path(name)) and not path.exists() and not Path(name.partition(":")[0]).exists():
+        raise UserFileNotFoundError(
+            f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
+        )
+    if path.is_file() and not kind:
         raise UserValueError(f"{name!r} is none of {', '.join(_READERS)}. Convert it, or give another file.")
-    elif path.is_dir() and not is_saved and any(path.rglob("*.jsonl")) and not _is_described(path):
-        with as_user_errors():
-            files = DataFilesDict.from_patterns(
-                get_data_patterns(escape(name)), base_path=escape(name), allowed_extensions=[".jsonl"]
-            )
-        reader = _LINES | {"data_files": files}
+    if path.is_file() and not path.stat().st_size:
+        raise UserValueError(f"{name!r} is empty.")
+    if path.is_dir():
+        kind, files = ("", {}) if is_saved or _is_described(path) else _data_files(name)
+    if kind:
+        reader = _READERS[kind] | {"data_files": files}
     else:
         source, config, named_split = [*([name] if path.is_dir() else name.split(":")), "", ""][:3]
         reader = {"path": source, "name": config or None}
@@ -177,6 +177,31 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
             raise UserValueError(f"{name!r} has no split {split!r}. Choose from {', '.join(splits)}.")
         rows = splits[split]
     return rows.rename_column("text", JSON_LINE) if reader["path"] == "text" else rows
+
+
+def _kind_of(name: str) -> str:
+    """Returns which of the `_READERS` reads a file; empty for none."""
+    kind = Path(name.removesuffix(".gz")).suffix.lower()
+    return kind if kind in _READERS and not name.endswith(_BESIDE) else ""
+
+
+def _data_files(folder: str) -> tuple[str, dict[str, list[str]]]:
+    """
+    Returns the kind of a folder's data files, empty where only the library knows it, and the files of each split.
+    Raises `ValueError` for several kinds, of which the library would read one.
+    """
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    with as_user_errors():
+        found = DataFilesDict.from_patterns(get_data_patterns(escape(folder)), base_path=escape(folder))
+    kinds = sorted({_kind_of(path) for paths in found.values() for path in paths} - {""})
+    if len(kinds) > 1:
+        raise UserValueError(
+            f"{folder!r} holds data files of several kinds: {', '.join(kinds)}. Name a file, or a folder of one kind."
+        )
+    kind = kinds[0] if kinds else ""
+    files = {split: [escape(path) for path in paths if _kind_of(path)] for split, paths in found.items()}
+    return kind, {split: paths for split, paths in files.items() if paths}
 
 
 def _is_described(folder: Path) -> bool:
@@ -211,9 +236,6 @@ try:
     import fcntl
 except ImportError:
     fcntl = None  # type: ignore[assignment]
-
-
-_BESIDE = ".settings.json"
 
 
 class Record:

@@ -37,6 +37,7 @@ def make_trainer(target: Any, folder: Path, drafter: Any = None, **settings: Any
     """A trainer on some rows, with these arguments of it and of the training."""
     names = (
         "train_dataset", "eval_dataset", "acceptance_prompts", "callbacks", "processing_class", "data_collator",
+        "compute_loss_func",
     )  # fmt: skip
     kwargs = {"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)}
     kwargs |= {name: settings.pop(name) for name in names if name in settings}

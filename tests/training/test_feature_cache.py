@@ -378,6 +378,36 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
             make_trainer(features, tmp_path, features.make_drafter(), train_dataset=part)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "message"),
+    [
+        ([{"input_ids": [1, 2]}], torch.float32, "`input_ids` of a `datasets.Dataset` with rows, got .* Prepare it"),
+        (make_rows().select([]), torch.float32, "with rows, got Dataset"),
+        (Dataset.from_dict({"text": ["a"]}), torch.float32, "Features are those of the `input_ids`"),
+        (make_rows().to_iterable_dataset(), torch.float32, "with rows, got IterableDataset"),
+        (Dataset.from_dict({"input_ids": [[1, 10**6]]}), torch.float32, "A row holds the token 1000000"),
+        (make_rows(), torch.int8, r"`dtype` must be a floating one .* got torch\.int8"),
+        (make_rows(), "bfloat16", "`dtype` must be a floating one .* got 'bfloat16'"),
+    ],
+)
+def test_what_gives_no_features_is_refused(
+    target: PreTrainedModel, tmp_path: Path, rows: Any, dtype: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_feature_cache(rows, target, make_tokenizer(), tmp_path, dtype=dtype)
+
+
+def test_a_batch_holds_rows_of_several_sources() -> None:
+    """Packed ones next to others, which have no positions; those with states stay among themselves."""
+    table = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "position_ids": [None, [0, 0]]})
+    for order in ([0, 1], [1, 0]):
+        batch = GumihoDataCollator()([table[index] for index in order])
+        assert [batch["position_ids"][order.index(row)].tolist() for row in (0, 1)] == [[0, 1, 2], [0, 0, 0]]
+        rows = [{"input_ids": [1, 2]} | ({"hidden_states": torch.zeros(2, 4)} if index else {}) for index in order]
+        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
+            GumihoDataCollator()(rows)
+
+
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no cache\.json"):
         FeatureDataset(tmp_path)

@@ -180,9 +180,9 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, small: Path, tmp_p
     common = [
         "train", "--drafter", head, "--train_only", "parallel", "--num_parallel_heads", 3, "--use_cpu", "--max_steps",
         2, "--save_steps", 2, "--per_device_train_batch_size", 2, "--num_eval_rows", 2, "--num_measured_prompts", 2,
-        "--measured_new_tokens", 3, "--max_new_tokens", 12,
+        "--measured_new_tokens", 3,
     ]  # fmt: skip
-    made = ["--target", name, "--data", data]
+    made = ["--target", name, "--data", data, "--max_new_tokens", 12]
     gumiho(*common, *made, "--output_dir", tmp_path / "all", "--cache_features", "true")
     assert "| gumiho |" in (tmp_path / "all" / "README.md").read_text()
     assert (tmp_path / "all" / "work" / "tune" / "made_from.json").exists()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel, record
 from transformers_gumiho.tools.measuring.prompts import read_prompts
-from transformers_gumiho.training import FeatureDataset, load_conversations
+from transformers_gumiho.training import FeatureDataset, GumihoTrainingArguments, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
 from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
 from transformers_gumiho.training.recipe import training, writing
-from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
+from transformers_gumiho.training.recipe.arguments import DataArguments, RecipeArguments, WritingArguments
+from transformers_gumiho.training.recipe.idle_options import IDLE
 from transformers_gumiho.training.recipe.stages import Run
 
 
 DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
 TOY = [
     "--use_cpu", "--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--per_device_train_batch_size", 2,
-    "--max_new_tokens", 16, "--writing_batch_size", 16, "--num_eval_rows", 4, "--num_measured_prompts", 3,
-    "--measured_new_tokens", 3,
+    "--num_eval_rows", 4, "--num_measured_prompts", 3, "--measured_new_tokens", 3,
 ]  # fmt: skip
+WRITING = ["--max_new_tokens", 16, "--writing_batch_size", 16]
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
 
 
@@ -71,7 +73,7 @@ def check_drafter(folder: Path, of_target: Path) -> GumihoModel:
 def test_one_command_makes_a_drafter_from_nothing(
     small: Path, questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", "--target", small, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY]
+    command = ["train", "--target", small, "--data", questions, "--output_dir", tmp_path / "gumiho", *TOY, *WRITING]
     gumiho(*command)
     output = capsys.readouterr()
     plan, *_ = output.out.partition("[1/5]")
@@ -133,8 +135,8 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
 def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: str, tmp_path: Path) -> None:
     layers = ["--target_layer_ids", 0, -1]
     first = [
-        "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *layers,
-        "--stages",
+        "train", "--target", small, "--data", questions, "--output_dir", tmp_path / "first", *TOY, *WRITING,
+        *layers, "--stages",
     ]  # fmt: skip
     refuse("holds no answers yet. Add write to --stages", *first, "train")
     gumiho(*first, "write", "features")
@@ -184,9 +186,7 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         ([], "Give the target with --target, and the data with --data"),
         (["--target", DEMO_TARGET, "--data", "missing.jsonl"], "There is no file 'missing.jsonl'"),
         (["--features", "."], "is no feature cache"),
-        (["--features", ".", "--data", "x"], "leave --data and --num_rows out"),
-        (["--features", ".", "--num_rows", "5"], "leave --data and --num_rows out"),
-        (["--target", "t", "--data", "none", "--num_rows", "5"], "use --num_prompts with --data none"),
+        (["--target", "t", "--data", "none", "--regenerate", "false"], "--regenerate has no effect with --data none"),
         (["--target", "./t", "--data", "x"], "There is no folder './t'"),
         (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
         (["--target", "t", "--data", "x", "--output_dir", "t"], "would replace the target in 't'. Name"),
@@ -204,7 +204,9 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
         (["--target", "t", "--data", "x", "--train_only", "parallel"], "serial head: give it with --drafter"),
         (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
-        (["--target", "t", "--data", "x", "--openings", "o"], "use --data none"),
+        (["--target", "t", "--data", "x", "--max_steps", "0"], "give --max_steps or --num_train_epochs above 0"),
+        (["--target", "t", "--data", "x", "--use_cpu", "--fp16"], "--fp16 has no effect on a CPU"),
+        (["--target", "t", "--data", "x", "--num_train_epochs", "0"], "There is nothing to train"),
         (["--target", DEMO_TARGET, "--data", "none"], "has no chat template"),
         (["--target", "t", "--data", "x", "--use_cpu", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
         (["--target", "t", "--data", "x", "--use_cpu", "--data_seed", "1" * 30], "--data_seed must be from 0 to "),
@@ -223,6 +225,56 @@ def test_what_is_missing_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(arguments_of_recipe, "get_available_reporting_integrations", lambda: ["wandb"])
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
+
+
+CACHED, TEXTS, OWN = (["--features", "."], ["--target", "t", "--data", "x"], ["--target", "t", "--data", "none"])
+
+
+@pytest.mark.parametrize(
+    ("command", "others", "option", "why"),
+    [
+        ("train", CACHED, ["--data", "x"], "with --features, which holds prepared data"),
+        ("train", CACHED, ["--max_length", 64], "with --features"),
+        ("train", CACHED, ["--regenerate", "true"], "with --features"),
+        ("train", CACHED, ["--chat_template", "x"], "with --features"),
+        ("train", [*TEXTS, "--regenerate", "false"], ["--top_k=5"], "with --regenerate false"),
+        ("train", [*TEXTS, "--cache_features", "false"], ["--features_dtype", "float32"], "with --cache_features"),
+        ("train", [*TEXTS, "--num_eval_rows", 0], ["--num_acceptance_prompts", 2], "with --num_eval_rows 0"),
+        ("train", TEXTS, ["--acceptance_max_new_tokens", 2], "without --num_acceptance_prompts"),
+        ("train", [*TEXTS, "--plan"], ["--restart", "write"], "with --plan"),
+        ("train", TEXTS, ["--hub_strategy", "end"], "as the finished drafter alone is pushed"),
+        ("train", [*TEXTS, "--tokens_per_step", 64], ["--per_device_train_batch_size", 2], "with --tokens_per_step"),
+        ("data", TEXTS, ["--num_prompts", 5], "without --data none"),
+        ("data", TEXTS, ["--openings", "o"], "without --data none"),
+        ("data", OWN, ["--num_rows", 5], "with --data none: use --num_prompts"),
+        ("data", TEXTS, ["--concurrency", 5], "without --endpoint"),
+        (
+            "data",
+            [*TEXTS, "--endpoint", "http://x"],
+            ["--writing_batch_size", 5],
+            "with --endpoint: use --concurrency",
+        ),
+        ("data", [*TEXTS, "--endpoint", "http://x"], ["--target_dtype", "float32"], "with --endpoint, which has"),
+        ("data", [*TEXTS, "--sampled_share", 0], ["--temperature", 0.5], "with --sampled_share 0"),
+    ],
+)
+def test_an_option_without_effect_is_told(
+    command: str, others: list[object], option: list[object], why: str, tmp_path: Path, capsys: Any
+) -> None:
+    """It is refused where it chooses other data than what is used."""
+    name = str(option[0]).partition("=")[0]
+    words = [command, "--output_dir" if command == "train" else "--output_file", tmp_path / "out", *others, *option]
+    if name in ("--data", "--num_rows", "--openings", "--regenerate"):
+        refuse(f"{name} has no effect {why}", *words)
+    else:
+        with pytest.raises(SystemExit):  # there is no target "t"
+            gumiho(*words)
+        assert f"{name}: no effect {why}" in capsys.readouterr().out
+
+
+def test_the_table_of_such_options_names_none_that_there_is_not() -> None:
+    known = {item.name for kind in (DataArguments, RecipeArguments, GumihoTrainingArguments) for item in fields(kind)}
+    assert {name for found in IDLE.values() for idle in found for name in idle.names.split()} <= known
 
 
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +23,22 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from transformers_gumiho.files import sole_writer
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.recipe import plan, progress
+from transformers_gumiho.training.recipe.command import run_train_command
 from transformers_gumiho.training.recipe.defaults import device_defaults
 from transformers_gumiho.training.writing import row_file
 
 
 SMALL = [
-    "--use_cpu", "--per_device_train_batch_size", 2, "--max_new_tokens", 12, "--num_eval_rows", 4, "--max_steps", 4,
+    "--use_cpu", "--per_device_train_batch_size", 2, "--num_eval_rows", 4, "--max_steps", 4,
     "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1,
-    "--max_length", 256,
 ]  # fmt: skip
+WRITING = ["--max_new_tokens", 12, "--max_length", 256]
 UP_TO_TRAINING = ["--stages", "write", "features", "train"]
 STATES = ("features", "held_out")
 PUBLISHED = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, "--warmup_steps", 0]
@@ -53,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, name: str, *words: object) -> list[object]:
     common = ["train", "--target", folder / "target", "--data", folder / "questions.jsonl"]
-    return [*common, "--output_dir", folder / name, *SMALL, *words]
+    return [*common, "--output_dir", folder / name, *SMALL, *WRITING, *words]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,70 @@ def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: l
     before = weights_of(whole)
     refuse(message, *command(folder, "whole", *UP_TO_TRAINING, *words))
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(whole).items())
+
+
+def change_generation_config(target: Path, **settings: Any) -> None:
+    config = GenerationConfig.from_pretrained(target)
+    config.update(**settings)
+    config.save_pretrained(target)
+
+
+def change_template(target: Path) -> None:
+    tokenizer = make_chat_tokenizer()
+    tokenizer.chat_template += "\n"
+    tokenizer.save_pretrained(target)
+
+
+def change_tokenizer(target: Path) -> None:
+    tokenizer = make_chat_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(target)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, whole: Path) -> Path:
+    """A finished run with settings that were measured, and a file of `gumiho data` beside it."""
+    shutil.copytree(whole, folder / "measured")
+    tune = [*command(folder, "measured"), "--stages", "tune"][1:]
+    run_train_command([*map(str, tune)], {"tune": lambda *_: "measured"})
+    gumiho("data", *tune[:4], "--output_file", folder / "measured/a.jsonl", "--max_new_tokens", 4, "--num_rows", 4)
+    return folder / "measured"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (partial(change_generation_config, repetition_penalty=1.5), "generation_config ({"),
+        (partial(change_generation_config, eos_token_id=5), "'eos_token_id': 5"),
+        (partial(change_generation_config, temperature=0.5), "'temperature': 0.5"),
+        (lambda target: make_chat_target(seed=2).save_pretrained(target), "target ("),
+        (change_template, "template ("),
+        (change_tokenizer, "tokenizer ("),
+    ],
+    ids=["penalty", "end", "temperature", "weights", "template", "tokenizer"],
+)
+def test_a_target_that_has_changed_is_noticed(
+    folder: Path, measured: Path, tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    """By what was made with it as it was: answers, states, and settings that were measured."""
+    run, target = tmp_path / "run", tmp_path / "target"
+    shutil.copytree(folder / "target", target)
+    shutil.copytree(measured, run)
+    change(target)
+    words = ["--target", target, "--data", folder / "questions.jsonl"]
+    refuse(message, "data", *words, "--output_file", run / "a.jsonl", "--max_new_tokens", 4, "--num_rows", 4)
+    train = ["train", *words, "--output_dir", run, *SMALL, *WRITING]
+    refuse(message, *train, *UP_TO_TRAINING)
+    if message not in ("generation_config ({", "'eos_token_id': 5", "'temperature': 0.5"):
+        refuse(message, *train, "--stages", "train")
+    if message != "'temperature': 0.5":
+        refuse(message, *train, "--stages", "tune")
+
+
+def test_batches_that_are_all_dropped_are_refused(folder: Path, whole: Path) -> None:
+    begin_from(whole, folder / "dropped")
+    words = ["--dataloader_drop_last", "--per_device_train_batch_size", 64]
+    refuse(" rows, as a batch has 64. Leave it out", *command(folder, "dropped", *UP_TO_TRAINING, *words))
 
 
 def test_what_cannot_change_the_drafter_may_change(

@@ -156,6 +156,19 @@ def test_settings_that_save_memory_or_time_do_not_change_the_training(
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_the_seed_of_the_data_decides_the_order_of_rows(
+    target: PreTrainedModel, tmp_path: Path, strategy: str
+) -> None:
+    settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 1, "max_steps": 3}
+    curves = []
+    for seed in (1, 1, 2):
+        trainer = make_trainer(target, tmp_path, data_seed=seed, **settings)
+        trainer.train()
+        curves.append(losses_of(trainer))
+    assert curves[0] == curves[1] != curves[2]
+
+
 def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: Path) -> None:
     curves = []
     for bf16 in (False, True):
@@ -309,6 +322,7 @@ def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel, monkeypatch: 
     drafter.generation_config.update(num_assistant_tokens=5, break_even=50.0)
     with observing(origins := Origins()):
         measure_acceptance(target, drafter, [torch.tensor([1, 2, 3])], 40)
+        measure_acceptance(target, drafter, [[1, 2, 3]], 4)
     assert set(origins.sources) - {"end"} == {"drafter"}
     assert drafter.generation_config.break_even == 50.0
 
@@ -496,6 +510,12 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
             make_args(tmp_path, **metrics)
     with pytest.raises(ValueError, match="`label_smoothing_factor` is for labels"):
         make_args(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(TypeError, match="`target` must be a model or CachedFeatures, got str"):
+        make_trainer("target", tmp_path, make_drafter(target))
+    with pytest.raises(ValueError, match="The target is a drafter"):
+        make_trainer(make_drafter(target), tmp_path, make_drafter(target))
+    with pytest.raises(ValueError, match=r"`compute_loss_func` .* Leave it out"):
+        make_trainer(target, tmp_path, compute_loss_func=lambda *_, **__: 0)
     flash = make_drafter(target)
     adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):

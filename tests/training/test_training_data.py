@@ -235,8 +235,9 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     (tmp_path / "data.txt").write_text("x")
     with pytest.raises(ValueError, match=r"data.txt' is none of \.jsonl, \.json, \.parquet, \.csv\. Convert it"):
         load_conversations(str(tmp_path / "data.txt"))
-    with pytest.raises(FileNotFoundError, match="There is no file"):
-        load_conversations(str(tmp_path / "missing.jsonl"))
+    for missing in (str(tmp_path / "missing.jsonl"), "./missing.txt", str(tmp_path / "missing")):
+        with pytest.raises(FileNotFoundError, match="There is no file"):
+            load_conversations(missing)
     (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"data.json' cannot be read: .*UTF-8"):
         load_conversations(str(tmp_path / "data.json"))
@@ -260,6 +261,22 @@ def test_each_source_has_its_splits(kind: str, tmp_path: Path) -> None:
         assert len(load_conversations(str(name), "test")) == 2
     with pytest.raises(ValueError, match="nonsense"):
         load_conversations(str(name), "nonsense")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
+def test_a_folder_of_one_kind_is_read_whole_and_one_of_several_is_refused(kind: str, tmp_path: Path) -> None:
+    """Whatever its name; what `gumiho data` keeps beside a file, and notes, are no data."""
+    folder = tmp_path / "data [1]"
+    folder.mkdir()
+    for number in range(2):
+        rows = Dataset.from_list([{"text": f"{kind} {number}"}])
+        getattr(rows, f"to_{kind.removesuffix('l')}")(folder / f"{number} [x].{kind}")
+    for name in (f"0.{kind}.settings.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    assert len(load_conversations(str(folder))) == 2
+    (folder / ("more.csv" if kind == "parquet" else "more.parquet")).write_text("text")
+    with pytest.raises(ValueError, match=r"holds data files of several kinds: .*\. Name a file"):
+        load_conversations(str(folder))
 
 
 def test_a_folder_is_read_as_its_card_says(tmp_path: Path) -> None:

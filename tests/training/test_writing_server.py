@@ -196,10 +196,20 @@ def test_the_commands_tell_what_they_do(
     TOKENIZER.save_pretrained(tmp_path / "tiny")
     questions = write_jsonl(tmp_path / "questions.jsonl", [*QUESTIONS, *QUESTIONS[:2], {"answer": 1}])
     command = [
-        "data", "--target", tmp_path / "tiny", "--max_prompt_tokens", 30, "--max_new_tokens", 8,
+        "data", "--target", tmp_path / "tiny", "--max_new_tokens", 8,
         "--endpoint", server.url, "--concurrency", 3,
     ]  # fmt: skip
-    gumiho(*command, "--output_file", tmp_path / "a.jsonl", "--data", "none", "--num_prompts", 5)
+    gumiho(
+        *command,
+        "--output_file",
+        tmp_path / "a.jsonl",
+        "--data",
+        "none",
+        "--num_prompts",
+        5,
+        "--max_prompt_tokens",
+        30,
+    )
     gumiho(*command, "--output_file", tmp_path / "b.jsonl", "--data", questions)
     assert server.most_open == 3
     printed = capsys.readouterr()
@@ -297,6 +307,16 @@ def test_nonsense_costs_its_row_alone(
     with pytest.raises(EndpointError, match=r"response is invalid\. So it was with all 6 requests"):
         write(make_engine(server.url), tmp_path / "b.jsonl")
     assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
+
+
+@pytest.mark.parametrize("token", [-1, len(TOKENIZER), 10**12])
+def test_tokens_that_the_target_does_not_have_are_told(
+    serve: Callable[..., Server], tmp_path: Path, token: int
+) -> None:
+    """They are those of another model."""
+    server = serve(lambda *_: completion("a", token_ids=[token]))
+    with pytest.raises(EndpointError, match=r"another model\. So it was with all 6 requests"):
+        write(make_engine(server.url), tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("answers", [False, True])

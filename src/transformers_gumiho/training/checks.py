@@ -1,6 +1,6 @@
 """What a drafter's training refuses: each with its cause and the way out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from .arguments import PARTS
 from .collator import GumihoDataCollator
 from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 from .losses.positions import count_positions
+from .target_features import OnlineFeatures
 
 
 _ROWS_OF_STREAM = 1000
@@ -34,6 +35,17 @@ def drafter_of(model: nn.Module) -> GumihoModel:
     if drafter is None:
         raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
     return drafter
+
+
+def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for what is no target, and `ValueError` for a loss of the user's, which nothing calls."""
+    if not isinstance(target, (nn.Module, OnlineFeatures, CachedFeatures)):
+        raise TypeError(f"`target` must be a model or CachedFeatures, got {type(target).__name__}.")
+    if keywords.get("compute_loss_func") is not None:
+        raise UserValueError(
+            "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of "
+            "a step. Leave it out, or override `GumihoTrainer.compute_loss`."
+        )
 
 
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:

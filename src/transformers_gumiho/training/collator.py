@@ -40,18 +40,25 @@ class GumihoDataCollator:
             _check_columns(row)
         ids = self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long, device="cpu") for row in rows])
         self._check(ids)
-        # Rows from several sources: packed ones next to others.
+        # Rows from several sources: packed ones next to others, for which tables hold no value.
+        own_positions = [row.get("position_ids") for row in rows]
         positions = [
-            torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))), device="cpu").long() for row in rows
+            torch.as_tensor(range(len(row["input_ids"])) if own is None else own, device="cpu").long()
+            for row, own in zip(rows, own_positions, strict=True)
         ]
         masks = [loss_mask_of(row, of_row) for row, of_row in zip(rows, positions, strict=True)]
         batch = {"input_ids": ids, "loss_mask": self._pad(masks)}
-        if any("position_ids" in row for row in rows):
+        if any(own is not None for own in own_positions):
             padding = [torch.arange(ids.shape[1] - len(of_row), device="cpu") for of_row in positions]
             batch["position_ids"] = torch.stack([torch.cat(pair) for pair in zip(positions, padding, strict=True)])
         for name in _STATES:
-            if name in rows[0]:
-                batch[name] = self._pad([torch.as_tensor(row[name], device="cpu") for row in rows])
+            states = [torch.as_tensor(row[name], device="cpu") for row in rows if row.get(name) is not None]
+            if len(states) not in (0, len(rows)):
+                raise UserValueError(
+                    f"Some rows of a batch hold `{name}`, and others do not. Train on one kind alone."
+                )
+            if states:
+                batch[name] = self._pad(states)
         return batch
 
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
 from ..files import Record, sole_writer
@@ -99,10 +100,18 @@ def write_feature_cache(
         made_from: What identifies the cache, where that is known without looking at the loaded target and the rows.
 
     Raises:
-        ValueError: The folder holds a cache of something else, the target does not have these layers, or the features
-            do not fit into `dtype`.
+        ValueError: The folder holds a cache of something else, the dataset has no rows of `input_ids` that the target
+            knows, the target does not have these layers, or the features do not fit into `dtype`.
         OSError: The disk is too small or full, or another run writes there. What is written stays.
     """
+    found = getattr(dataset, "column_names", None) or ()
+    if "input_ids" not in found or not has_length(dataset) or not len(dataset):
+        raise UserValueError(
+            f"Features are those of the `input_ids` of a `datasets.Dataset` with rows, got {dataset!s:.100}. Prepare "
+            f"it with `prepare_dataset`."
+        )
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserValueError(f"`dtype` must be a floating one such as `torch.bfloat16`, got {dtype!r}.")
     folder, state = Path(folder), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     layers = _layers(target.config, target_layer_ids)
@@ -173,7 +182,8 @@ def _extract(
     dataset: "Dataset", rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
 ) -> Iterator[Rows]:
     """Yields the rows of a shard, those of like length together."""
-    collate, device = GumihoDataCollator(), input_device(features.target)
+    collate = GumihoDataCollator(features.config.get_text_config(decoder=True).vocab_size)
+    device = input_device(features.target)
     arrive: Callable[[], Rows] | None = None
     for batch in _batches(rows, manifest.lengths, tokens_per_batch):
         chosen = {index: dataset[index] for index in batch}

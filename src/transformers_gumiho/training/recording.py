@@ -96,7 +96,7 @@ def record(
     ```
     """
     inner, folder = unwrap_model(target), Path(folder)
-    if not 0 < share <= 1 or max_gigabytes <= 0:
+    if not (0 < share <= 1 and max_gigabytes > 0):
         raise UserValueError(
             f"`share` must be above 0 and at most 1, got {share}, and `max_gigabytes` above 0, got {max_gigabytes}."
         )

@@ -131,7 +131,7 @@ def measure_acceptance(
     lengths = []
     try:
         for prompt in prompts:
-            ids = prompt[None].to(input_device(target))
+            ids = torch.as_tensor(prompt, device=input_device(target))[None]
             output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
             lengths.append(output.accepted_lengths[0])
     finally:

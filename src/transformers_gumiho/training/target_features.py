@@ -12,6 +12,7 @@ from ..commands import UserValueError
 from ..generation.verification.target_states import FeatureReader, TargetStates, output_head
 from ..internals import CACHE_NAME, has_placement_hook
 from ..model.layer_fusion import normalize_lower
+from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 
 
@@ -31,10 +32,12 @@ class OnlineFeatures:
         layers: Those that a drafter reads, if not the last states alone.
 
     Raises:
-        ValueError: The target does not have these layers.
+        ValueError: The target does not have these layers, or is a drafter.
     """
 
     def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
+        if isinstance(target, GumihoModel):
+            raise UserValueError("The target is a drafter. Give the model that it drafts for.")
         self.target = target.eval().requires_grad_(False)
         self.config = target.config
         self.layers = layers

@@ -52,7 +52,7 @@ class GumihoTrainer(Trainer):
     position k, the `expected_acceptance_length` that these imply, and with `acceptance_prompts` the measured `tau`.
 
     Raises:
-        TypeError: `args` or `model` is of another type.
+        TypeError: `args`, `model` or `target` is of another type.
         ValueError: The drafter was not made for the target, the rows are of another target than the features, an
             adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
             drafter that is split over processes.
@@ -94,6 +94,7 @@ class GumihoTrainer(Trainer):
     ):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
+        checks.check_given(target, kwargs)
         self.drafter = drafter = checks.drafter_of(model)
         layers = drafter.config.layers_read(target.config)
         self.target_features = OnlineFeatures(target, layers) if isinstance(target, nn.Module) else target
@@ -152,9 +153,11 @@ class GumihoTrainer(Trainer):
         return self.data_collator if self.args.assistant_only_loss else partial(collate_all, self.data_collator)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
+        dataset, seed = self.train_dataset if train_dataset is None else train_dataset, self.args.data_seed
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
         # A step's rows, so that several processes take those that one would.
-        return self._length_sampler(dataset, self.args.rows_per_step) or super()._get_train_sampler(train_dataset)
+        sampler = self._length_sampler(dataset, self.args.rows_per_step, generator)
+        return sampler or super()._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

@@ -76,6 +76,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         "torch": torch.__version__,
         "transformers": transformers_version,
         "target": model_fingerprint(target),
+        "settings of the target": target.generation_config.to_diff_dict(),
         "assistant": model_fingerprint(drafter),
         "settings of the assistant": drafter.generation_config.to_diff_dict(),
     }

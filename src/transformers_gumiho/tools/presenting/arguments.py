@@ -47,7 +47,7 @@ class DemoArguments(DraftingArguments):
     """The options of `gumiho demo`; [`demo`] and [`make_page`] take them, too."""
 
     host: str = option("Address to listen on; 0.0.0.0 admits other machines.", "127.0.0.1")
-    port: int | None = option("Port (default: the first free one from 7860).")
+    port: int | None = option("Port (default: the first free one from 7860).", at_least=1)
     max_new_tokens: int = option("Maximum number of new tokens that a visitor can set.", 512, at_least=1)
     max_question_tokens: int = option("Max question length in tokens (and 16 characters per token).", 1024, at_least=1)
     max_visitors: int = option("Questions answered at the same time; others are queued.", 4, at_least=1)

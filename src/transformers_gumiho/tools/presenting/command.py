@@ -1,5 +1,6 @@
 """`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserOSError, UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
 from ...model.open_text import encode_turn
 from ..measuring.prompts import read_prompts
@@ -109,17 +110,30 @@ def demo(args: DemoArguments) -> None:
     Raises:
         ImportError: Gradio is not installed.
         KeyboardInterrupt: Ctrl-C ended it.
-        OSError: The pair cannot be downloaded, or the port is taken.
+        OSError: The pair cannot be downloaded, the port is taken, or the host is no address of this machine.
         ValueError: The options do not name a pair, or a limit is below 1.
     """
+    _check_address(args.host, args.port or 0)
     page = make_page(args)
-    with as_user_errors():  # the port may be taken
+    with as_user_errors():  # the port may be taken by now
         page.launch(server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True)
     try:
         while True:  # Gradio's own loop would swallow Ctrl-C
             time.sleep(1)
     finally:
         page.close()
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises `OSError` where nothing can listen: Gradio would try for minutes, after the models are loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise UserOSError(
+            f"Nothing can listen on --host {host}{f' --port {port}' if port else ''}: {error}. Give an address of "
+            f"this machine, or 0.0.0.0, and a free port."
+        ) from error
 
 
 def make_page(args: DemoArguments) -> "gradio.Blocks":

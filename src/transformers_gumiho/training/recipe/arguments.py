@@ -84,10 +84,6 @@ class WritingArguments:
         if self.target_dtype != "auto":
             _check_precision("target_dtype", self.target_dtype)
         check_folder(str(self.target))
-        if not self.writes_prompts and self.openings:
-            raise UserValueError("--openings are for prompts of the target: use --data none.")
-        if self.writes_prompts and self.num_rows is not None:
-            raise UserValueError("--num_rows limits data: use --num_prompts with --data none.")
 
 
 @dataclass(kw_only=True)
@@ -103,7 +99,9 @@ class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
-    stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
+    stages: list[str] = option(
+        f"Stages to run, of {' '.join(STAGES)} (default: all); options of the others do nothing.", STAGES
+    )
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
@@ -134,7 +132,9 @@ class RecipeArguments(WritingArguments):
         "Layers of the target that the serial head reads (default: the last one)."
     )
     lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0, at_least=0)
-    calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
+    calibrate: bool = option(
+        "Fit the draft temperature of each depth on held-out rows, unless adapters are trained.", True
+    )
     num_acceptance_prompts: int = option(
         "Held-out prompts to measure tau on; needs --cache_features false.", 0, at_least=0
     )
@@ -150,8 +150,6 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
-        elif self.data is not None or self.num_rows is not None:
-            raise UserValueError("--features holds prepared data: leave --data and --num_rows out.")
         if self.drafter is not None:
             check_folder(self.drafter)
         _check_precision("features_dtype", self.features_dtype)
@@ -192,6 +190,10 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError(
             f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
         )
+    if training_args.max_steps == 0 or (training_args.max_steps < 0 and training_args.num_train_epochs <= 0):
+        raise UserValueError("There is nothing to train: give --max_steps or --num_train_epochs above 0.")
+    if training_args.fp16 and training_args.device.type == "cpu":
+        raise UserValueError("--fp16 has no effect on a CPU, which trains in float32 or with --bf16. Leave it out.")
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
 

@@ -13,6 +13,7 @@ from ...files import sole_writer
 from .. import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
+from .idle_options import check_idle
 from .recipes import RECIPES
 from .stages import Measures, Run
 from .writing import load_tokenizer, say, write_answers
@@ -24,6 +25,7 @@ def run_data_command(words: Sequence[str]) -> None:
     it, run it again with the same options, and it continues.
     """
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
+    check_idle("data", args, words)
     args.check()
     write_answers(args, load_tokenizer(args), args.output_file, args.seed)
 
@@ -38,6 +40,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     `tune` and `evaluate`.
     """
     args, training_args = _parse(words, {})
+    check_idle("train", args, words)
     args.check()
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing

@@ -42,6 +42,11 @@ def device_defaults(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def given_options(words: Sequence[str]) -> set[str]:
+    """Returns the options that a command line names, a switch that is turned off by its name, too."""
+    return {name.removeprefix("no_") for name in _options(words)}
+
+
 def _read(path: Path, device: str) -> dict[str, Any]:
     """Returns the options that a file gives for this kind of device; raises `ValueError` for other parts."""
     with as_user_errors():

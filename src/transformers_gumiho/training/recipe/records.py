@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from ..data.fingerprint import (
     tokenizer_fingerprints,
 )
 from ..feature_cache import MADE_FROM
+from ..writing.local import own_settings
 from .arguments import RecipeArguments, WritingArguments
+from .writing import generation_config
 
 
 # Options of writing that do not change what is written, or whose content is recorded.
@@ -46,7 +48,12 @@ def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
 def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int) -> dict[str, Any]:
     """Returns what answers are made from: the target, of one behind a server its name, options, and questions."""
     options = {item.name: getattr(args, item.name) for item in fields(WritingArguments) if item.name not in _CONTENTS}
-    contents: dict[str, Any] = {} if args.endpoint is None else {"target": str(args.endpoint_model or args.target)}
+    own = generation_config(args)
+    contents: dict[str, Any] = {"sampling": asdict(args.sampling(own))}
+    if args.endpoint is None:
+        contents["generation_config"] = own_settings(own)
+    else:
+        contents["target"] = str(args.endpoint_model or args.target)
     contents |= {
         "data": None if rows is None else conversations_fingerprint(rows),
         "openings": None if args.openings is None else file_fingerprint(args.openings),

@@ -39,6 +39,7 @@ from ..feature_cache import (
     layer_fields,
     row_lengths,
 )
+from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
 from .recipes import RECIPES
@@ -53,7 +54,16 @@ from .training import (
     resolved,
     unsplit_models,
 )
-from .writing import load_rows, load_target, load_tokenizer, num_positions, row_length, say, write_answers
+from .writing import (
+    generation_config,
+    load_rows,
+    load_target,
+    load_tokenizer,
+    num_positions,
+    row_length,
+    say,
+    write_answers,
+)
 
 
 _SAMPLE = 256  # rows whose tokens the plan counts
@@ -336,8 +346,9 @@ class Run:
             "num_measured_prompts": num_prompts,
             "prompts": file_fingerprint(self.prompt_file),
             "measured_new_tokens": args.measured_new_tokens,
-            "target_dtype": args.target_dtype,
+            "generation_config": own_settings(generation_config(args)),
         }
+        contents |= self.target_contents
 
         def measure() -> None:
             say(self.measures[stage](args, self.folder, self.prompt_file, num_prompts))

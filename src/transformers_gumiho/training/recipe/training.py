@@ -150,6 +150,12 @@ class Training:
         if self.args.tokens_per_step is not None and lengths:
             rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
             changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
+        rows_per_pass = planned.world_size * changes.get("per_device_train_batch_size", planned.train_batch_size)
+        if planned.dataloader_drop_last and lengths and len(lengths) < rows_per_pass:
+            raise UserValueError(
+                f"--dataloader_drop_last drops all {len(lengths)} rows, as a batch has {rows_per_pass}. Leave it out, "
+                f"or lower --per_device_train_batch_size."
+            )
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         return replace(planned, **changes)
 

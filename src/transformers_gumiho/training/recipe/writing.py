@@ -45,6 +45,16 @@ def load_target(args: WritingArguments) -> PreTrainedModel:
         ).eval()
 
 
+def generation_config(args: WritingArguments) -> GenerationConfig:
+    """Returns the target's generation config, without loading the target."""
+    with as_user_errors(), damaged_files_named(args.target):
+        try:
+            return GenerationConfig.from_pretrained(str(args.target))
+        except OSError:  # the target has none, or a damaged one
+            check_files(args.target, {}, "generation_config.json")
+            return GenerationConfig()
+
+
 def num_positions(config: PreTrainedConfig) -> int:
     """Returns the tokens that a target has positions for."""
     return int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize)
@@ -74,12 +84,7 @@ def write_answers(
     """
     with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
-        try:
-            own = GenerationConfig.from_pretrained(str(args.target))
-        except OSError:  # the target has none, or a damaged one
-            check_files(args.target, {}, "generation_config.json")
-            own = GenerationConfig()
-    sampling = args.sampling(own)
+    sampling = args.sampling(generation_config(args))
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
     if not args.writes_prompts:
         rows, report = load_rows(args, tokenizer, config, answered=False)

@@ -84,7 +84,7 @@ def regenerate_dataset(
     """
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
     renderer = Renderer(tokenizer)
-    begun_with = {"rows": conversations_fingerprint(dataset), "target": engine.fingerprint}
+    begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
     begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
 
     def begin(number: int) -> Task:

@@ -1,12 +1,13 @@
 """A target in this process, which continues batches of prompts: rows leave a batch as they end."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
@@ -14,7 +15,7 @@ from ...generation.verification.placement import input_device
 from ...generation.verification.requirements import ONE_ROW_EACH
 from ...generation.verification.target_states import why_not_finite
 from ...internals import CACHE_NAME
-from ...model.fingerprint import model_fingerprint
+from ...model.fingerprint import VOLATILE, model_fingerprint
 from .requests import Completion, Request, Sampling, Task
 
 
@@ -28,6 +29,16 @@ _IN_PIECES: dict[str, Any] = {
     "do_sample": False, "min_new_tokens": None, "max_time": None, "cache_implementation": None, "min_length": 0,
     "forced_eos_token_id": None, "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
 }  # fmt: skip
+# Fields of a target's generation config that do not decide what it writes, or that `Sampling` and requests hold.
+_NOT_ITS_OWN = {
+    *ONE_ROW_EACH, *_IN_PIECES, *VOLATILE, "_from_model_config", "temperature", "top_p", "top_k", "max_length",
+    "max_new_tokens", "pad_token_id",
+}  # fmt: skip
+
+
+def own_settings(config: GenerationConfig) -> dict[str, Any]:
+    """Returns what a target's generation config adds to how it writes: ends, penalties, tokens that are suppressed."""
+    return {name: value for name, value in json.loads(config.to_json_string()).items() if name not in _NOT_ITS_OWN}
 
 
 class LocalEngine:
@@ -50,9 +61,10 @@ class LocalEngine:
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
 
     @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the target."""
-        return model_fingerprint(self.target)
+    def made_from(self) -> dict[str, Any]:
+        """What the texts depend on: a fingerprint of the target, and its own settings."""
+        own = own_settings(self.target.generation_config)
+        return {"target": model_fingerprint(self.target), "generation_config": own}
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the numbers and rows of the `tasks`, one batch, as they end; `is_proven` is for servers."""

@@ -90,7 +90,7 @@ def synthesize_dataset(
         raise UserValueError(f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}.")
     tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
     sampling, openings, useful = sampling or Sampling(), list(openings) or [""], list[str]()
-    begun_with = {"target": engine.fingerprint, "openings": openings, "sampling": repr(sampling), "seed": seed}
+    begun_with = engine.made_from | {"openings": openings, "sampling": repr(sampling), "seed": seed}
     begun_with |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens}
     turn, renderer = find_user_turn(tokenizer), Renderer(tokenizer)
     ask = partial(_ask, renderer, turn, openings, max_prompt_tokens, sampling, seed)

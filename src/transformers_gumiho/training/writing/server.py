@@ -65,14 +65,19 @@ class ServerEngine:
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
         if concurrency < 1:
             raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
-        self.fingerprint, self.tokenizer, self.concurrency = model, tokenizer, concurrency
+        self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         urls = [f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in self.urls]
         self._clients = deque(OpenAI(base_url=url, **settings) for url in urls)
         self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
         self._knows_ids: bool | None = None
-        self._refusal = ""
+        self._refusal, self._num_tokens = "", len(tokenizer)
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What the texts depend on, of which only the target's name is known here."""
+        return {"target": self.model}
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """
@@ -122,11 +127,14 @@ class ServerEngine:
             EndpointError: The server does not answer, or refuses for another reason.
         """
         try:
-            return self._by_ids(request) if self._knows_ids else self._by_text(request)
+            ids, is_ended = self._by_ids(request) if self._knows_ids else self._by_text(request)
         except MalformedRowError:
             raise
         except _NO_ANSWER as error:
             raise MalformedRowError("the server's response is invalid") from error
+        if not all(0 <= token < self._num_tokens for token in ids):
+            raise MalformedRowError("the server sends tokens that the target's tokenizer lacks: it runs another model")
+        return ids, is_ended
 
     def _ask_for_ids(self) -> bool:
         for _ in self.urls:  # requests take the servers in turns
@@ -164,7 +172,7 @@ class ServerEngine:
         how: dict[str, Any] = {"temperature": 0.0}
         if (sampling := request.sampling) is not None:
             how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed}
-        settings |= how | {"model": self.fingerprint, "max_tokens": request.max_new_tokens}
+        settings |= how | {"model": self.model, "max_tokens": request.max_new_tokens}
         cause: openai.APIError
         while True:
             with self._lock:
@@ -195,6 +203,6 @@ class ServerEngine:
         import openai
 
         with suppress(openai.APIError):
-            client.with_options(max_retries=0).completions.create(model=self.fingerprint, prompt="a", max_tokens=1)
+            client.with_options(max_retries=0).completions.create(model=self.model, prompt="a", max_tokens=1)
             return True
         return False
