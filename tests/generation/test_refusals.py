@@ -145,6 +145,13 @@ def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
         git.generate(ids, **padded, assistant_model=drafter, max_new_tokens=4)
 
 
+@pytest.mark.skipif(CACHE_NAME == "cache", reason="GIT takes the masks of trees since 5.24")
+def test_git_before_it_took_masks_of_trees() -> None:
+    git = AutoModelForCausalLM.from_config(small_config("git", max_position_embeddings=512)).double().eval()
+    with pytest.raises(ValueError, match="cannot verify drafts: multi-token passes differ"):
+        git.generate(torch.arange(4, 9)[None], assistant_model=GumihoModel.from_target(git), max_new_tokens=4)
+
+
 def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
     xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))

@@ -441,7 +441,7 @@ def test_files_without_named_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"index\.json` of .* is damaged: it has no `weight_map`"):
         load(tmp_path)
     index.write_text('{"weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}')
-    with pytest.raises(OSError, match="model-00001-of-00002.safetensors"):
+    with pytest.raises(OSError, match=r"model-00001-of-00002\.safetensors"):
         load(tmp_path)
 
 
