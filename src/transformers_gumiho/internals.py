@@ -278,7 +278,10 @@ def hands_on_positions(target: PreTrainedModel) -> bool:
         return True
     tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
     kwargs = {cache_argument(target): DynamicCache(), "attention_mask": torch.ones_like(tokens), "use_cache": True}
-    positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
+    try:
+        positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
+    except Exception:  # it needs arguments that only a call has; a trial judges it
+        return True
     return positions is not None and positions.shape[-1] == tokens.shape[-1]
 
 

@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from chains import make_chain_drafter, make_chain_target
 from refusals import refuses
 from targets import make_drafter, make_prompts, make_target
 from tiny_configs import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
+    Blip2ForConditionalGeneration,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -30,7 +33,7 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from transformers_gumiho import GumihoConfig, GumihoModel, attach, internals
+from transformers_gumiho import GumihoConfig, GumihoModel, attach, attached, internals
 from transformers_gumiho.generation.verification.requirements import check_target
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
@@ -142,11 +145,67 @@ def test_padding_that_a_pass_over_a_tree_would_read_differently() -> None:
         git.generate(ids, **padded, assistant_model=drafter, max_new_tokens=4)
 
 
+@pytest.mark.skipif(CACHE_NAME == "cache", reason="GIT takes the masks of trees since 5.24")
+def test_git_before_it_took_masks_of_trees() -> None:
+    git = AutoModelForCausalLM.from_config(small_config("git", max_position_embeddings=512)).double().eval()
+    with pytest.raises(ValueError, match="cannot verify drafts: multi-token passes differ"):
+        git.generate(torch.arange(4, 9)[None], assistant_model=GumihoModel.from_target(git), max_new_tokens=4)
+
+
 def test_target_without_a_cache() -> None:
     gpt = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_embd=32, n_layer=1, n_head=4))
     xlm = XLMWithLMHeadModel(XLMConfig(n_words=8, emb_dim=32, n_layers=1, n_heads=4))
     for target in (gpt, xlm):
         refuses(target, "has no reusable key-value cache")
+
+
+def test_a_target_that_hands_its_calls_on() -> None:
+    """BLIP-2 generates with its language model, which drafts with what is attached to it or given to the call."""
+    torch.manual_seed(0)
+    config = small_config("blip-2")
+    config.image_token_id = config.image_token_index = 3
+    blip = Blip2ForConditionalGeneration(config).eval()
+    drafter = GumihoModel.from_target(blip.language_model)
+    with pytest.raises(ValueError, match=r"with its `language_model`. Attach .* `attach\(target.language_model"):
+        attach(blip, drafter)
+    size = config.vision_config.image_size
+    ids = torch.tensor([[3] * config.num_query_tokens + [5, 6, 7]])
+    prompt = {"pixel_values": torch.randn(1, 3, size, size), "input_ids": ids}
+    prompt |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    plain, passes = blip.generate(**prompt), []
+    drafter.fc.register_forward_hook(lambda *_: passes.append(1))
+    assert blip.generate(**prompt, assistant_model=drafter).equal(plain)
+    num_given = len(passes)
+    with attached(blip.language_model, drafter):
+        assert blip.generate(**prompt).equal(plain)
+    assert len(passes) == 2 * num_given > 0
+
+
+def test_a_drafter_that_is_split_over_processes(target: PreTrainedModel) -> None:
+    drafter = make_drafter(target)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(drafter)
+        with pytest.raises(ValueError, match=r"split over processes.*Call `drafter.unshard\(\)`"):
+            target.generate(**make_prompts([4]), assistant_model=drafter, max_new_tokens=4)
+        drafter.unshard()
+        drafted = target.generate(**make_prompts([4]), assistant_model=drafter, max_new_tokens=4)
+        assert drafted.equal(target.generate(**make_prompts([4]), max_new_tokens=4))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class ReadsMarks(LlamaForCausalLM):
+    """Its inputs need an argument that only a call has."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *, marks: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+
+def test_inputs_that_need_an_argument_of_the_call() -> None:
+    target = make_target()
+    target.__class__ = ReadsMarks
+    refuses(target, "a trial of a few tokens .* failed .*missing 1 required keyword-only argument: 'marks'")
 
 
 class HandsOn(LlamaForCausalLM):

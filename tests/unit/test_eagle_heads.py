@@ -364,7 +364,7 @@ def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
     for name, message in (
         ("lm_head.weight", r"missing: lm_head\.weight"),
         ("d2t", r"wrong shape: lm_head\.weight is \(24, 32\), expected \(40, 32\)"),
-        ("layers.0.self_attn.q_proj.weight", "cannot be recognized, because it has no tensor `layers.0.self_attn.q_"),
+        ("layers.0.self_attn.q_proj.weight", "cannot be recognized, because it has no matrix `layers.0.self_attn.q_"),
         ("layers.0.mlp.down_proj.weight", r"missing: layers\.0\.mlp\.down_proj\.weight"),
     ):
         weights = {key: tensor for key, tensor in head.weights.items() if key not in (name, "t2d")}
@@ -374,6 +374,75 @@ def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
     (tmp_path / "bare" / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"no weight file is found next to its config\.json"):
         GumihoConfig.from_pretrained(tmp_path / "bare")
+
+
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": "4"}, "`num_attention_heads` must be an integer above 0, got '4'"),
+    ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer above 0, got 0"),
+    ({"num_attention_heads": None}, "gives no `num_attention_heads`"),
+    ({"num_hidden_layers": "1"}, "`num_hidden_layers` must be an integer above 0, got '1'"),
+    ({"num_hidden_layers": None}, "gives no `num_hidden_layers`"),
+    ({"hidden_size": 32.0}, r"`hidden_size` must be an integer above 0, got 32\.0"),
+    ({"vocab_size": None}, "gives no `vocab_size`"),
+    ({"num_attention_heads": 8}, "q_proj.weight` has 32 rows for 8 heads .*k_proj.weight` has 16 for 2"),
+    ({"num_key_value_heads": 4}, "q_proj.weight` has 32 rows for 4 heads .*k_proj.weight` has 16 for 4"),
+    ({"num_attention_heads": 3}, "q_proj.weight` has 32 rows for 3 heads"),
+    ({AUX: [2.0, 4.0, 5.0]}, rf"`{AUX}` must be a list of integers, got \[2\.0, 4"),
+    ({AUX: ["2", "4", "5"]}, rf"`{AUX}` must be a list of integers, got \['2"),
+    ({"eagle_config": {AUX: 5}}, rf"`{AUX}` must be a list of integers, got 5"),
+    ({"eagle_config": [1]}, r"`eagle_config` must be an object, got \[1\]"),
+    ({"norm_output": "false"}, "`norm_output` must be true or false, got 'false'"),
+    ({"architectures": "LlamaForCausalLM"}, "`architectures` must be a list of names, got 'LlamaForCausalLM'"),
+    ({"architectures": 3}, "`architectures` must be a list of names, got 3"),
+    ({"model_type": 3}, "`model_type` must be a name, got 3"),
+    ({"hidden_act": "swish2"}, "`hidden_act` must be an activation that transformers has, got 'swish2'"),
+    ({"torch_dtype": "float99"}, "`torch_dtype` must be a dtype of PyTorch, got 'float99'"),
+    ({"rms_norm_eps": "1e-3"}, "'rms_norm_eps' expected float, got str"),
+    ({"rope_theta": "100"}, "`rope_theta` must be a number above 0, got '100'"),
+    ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, got 'linear'"),
+    ({"rope_scaling": {"type": "linear"}}, "rotary embedding that is not known: .*`factor` is None"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rotary embedding that is not known: .*`factor` is '2'"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "not known: .*`low_freq_factor` is None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_FIELDS)
+def test_wrong_fields_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    with pytest.raises(ValueError, match=message):
+        load(write_head(tmp_path, head, bare(llama_fields(head)) | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("d2t", lambda d2t: d2t[:, None], r"`d2t` must be 1-D and of integers, got torch\.int64 of shape \(24, 1\)"),
+        ("d2t", lambda d2t: d2t > 3, "`d2t` must be 1-D and of integers, got torch.bool"),
+        ("d2t", lambda d2t: d2t[:20], r"d2t is \(20,\), expected \(24,\)"),
+        ("lm_head.weight", torch.sum, r"lm_head\.weight is \(\), expected \(40, 32\)"),
+        ("layers.0.self_attn.k_proj.weight", torch.sum, "it has no matrix `layers.0.self_attn.k_proj.weight`"),
+    ],
+)  # fmt: skip
+def test_wrong_tensors_are_named(name: str, change: Any, message: str, tmp_path: Path) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    head.weights[name] = change(head.weights[name])
+    with pytest.raises(ValueError, match=message):
+        load(write_head(tmp_path, head, bare(llama_fields(head))))
+
+
+def test_files_without_named_tensors_are_named(tmp_path: Path) -> None:
+    head = make_head(True, draft_vocab_size=24)
+    write_head(tmp_path, head, bare(llama_fields(head)))
+    torch.save([1], tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"pytorch_model\.bin` is damaged: it holds no tensors by name"):
+        load(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(OSError, match=r"index\.json` of .* is damaged: it has no `weight_map`"):
+        load(tmp_path)
+    index.write_text('{"weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(OSError, match=r"model-00001-of-00002\.safetensors"):
+        load(tmp_path)
 
 
 def test_a_spare_output_head_and_a_token_map_of_eagle1(target: PreTrainedModel, tmp_path: Path) -> None:

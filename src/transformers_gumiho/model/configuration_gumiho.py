@@ -5,7 +5,7 @@ import os
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
@@ -217,14 +217,17 @@ class GumihoConfig(PreTrainedConfig):
         always says whether `fc` has a bias; where a file does not, it has none, as for vLLM.
 
         Raises:
-            ValueError: It asks for vLLM's `add_para_norm`.
+            ValueError: It asks for vLLM's `add_para_norm`, or a field has the wrong type.
         """
         if config_dict.get("add_para_norm"):
             raise UserValueError(
                 "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
                 "and that are not available here. Load this drafter with vLLM."
             )
-        return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
+        try:
+            return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise UserValueError(f"The config of a drafter cannot be right: {error.__cause__}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""

@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from ..commands import UserValueError
@@ -60,7 +62,12 @@ _FACTORS = dict.fromkeys(
     ("attention_multiplier", "scale_depth", "dim_model_base", "attn_logit_softcapping", "final_logit_softcapping",
      "query_pre_attn_scalar", "clip_qkv", "llama_4_scaling", "rope_interleave")
 )  # fmt: skip
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Each with the numbers that it needs.
+_ROPE_TYPES = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}  # fmt: skip
 _KNOWN_ARCHITECTURE = re.compile(r".*(Llama|Qwen[23]).*|Eagle3(Speculator|DraftModel|Model)|EAGLEModel|EagleModel")
 # Fields in which a config may name the layers that are read.
 _OF_LAYERS = re.compile(r"layer_ids|(aux|captur|target).*layer|layer.*captur")
@@ -72,6 +79,33 @@ _NEEDED = (
 # Types of configs whose layers are Llama's, with biases and norms that the tensors show. SafeAILab's EAGLE-1 head for
 # Mixtral has the layers of a Llama; no EAGLE-1 head has Qwen3's.
 _LLAMA_TYPES = ("llama", "qwen2", "mixtral", "qwen3")
+# Fields whose defaults are of no head.
+_NEEDED_FIELDS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+# What fields must be that are read here; a `LlamaConfig` checks the others.
+_FIELDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("an integer above 0", lambda value: _is_number(value) and type(value) is int,
+     (*_NEEDED_FIELDS, "num_key_value_heads")),
+    ("a number above 0", _is_number, ("rope_theta",)),
+    ("true or false", lambda value: isinstance(value, bool), _NORM_FLAGS),
+    ("an object", lambda value: isinstance(value, dict), ("eagle_config", "rope_scaling", "rope_parameters")),
+    ("a list of integers", _is_list_of(int), (_LAYER_IDS,)),
+    ("a list of names", _is_list_of(str), ("architectures", "layer_types")),
+    ("a name", lambda value: isinstance(value, str), ("model_type", "speculators_model_type")),
+    ("an activation that transformers has", lambda value: str(value) in ACT2FN, ("hidden_act",)),
+    ("a dtype of PyTorch",
+     lambda value: isinstance(getattr(torch, str(value).removeprefix("torch."), None), torch.dtype),
+     ("dtype", "torch_dtype")),
+)  # fmt: skip
 
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
@@ -95,7 +129,7 @@ def eagle_fields(
     Raises:
         ValueError: It is a drafter of another method, or an EAGLE head that is not known here.
     """
-    levels = _levels(fields)
+    levels = _levels(fields, name_or_path)
     flags = {name: value for level in levels for name, value in level.items()}
     claims, reason = claims_to_draft(fields), _refused_config(levels, flags)
     shapes = {} if claims and reason else read_shapes()
@@ -106,6 +140,7 @@ def eagle_fields(
     reason = reason or (None if is_eagle3 else _refused_eagle1(levels[0], flags, shapes))
     if reason is not None:
         raise _refusal(name_or_path, reason)
+    _check_sizes(flags, shapes, name_or_path)
     found: dict[str, Any] = {
         "model_type": "gumiho",
         "model": _llama_fields(flags, shapes),
@@ -128,11 +163,16 @@ def _method_of(shapes: Shapes) -> str | None:
     return next((what for pattern, what in _TENSORS_OF_METHODS if any(map(re.compile(pattern).match, shapes))), None)
 
 
-def _levels(fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _levels(fields: dict[str, Any], name_or_path: Any) -> list[dict[str, Any]]:
     """Returns the objects of a config, that of the layers first. A later one decides, unless it leaves a field out."""
 
-    def given(level: Any) -> dict[str, Any]:
-        return {name: value for name, value in (level or {}).items() if value is not None and value != []}
+    def given(level: dict[str, Any] | None) -> dict[str, Any]:
+        found = {name: value for name, value in (level or {}).items() if value is not None and value != []}
+        for what, is_right, names in _FIELDS:
+            for name in names:
+                if name in found and not is_right(found[name]):
+                    raise _fault(name_or_path, f"`{name}` must be {what}, got {found[name]!r}")
+        return found
 
     inner = fields.get("transformer_layer_config") or fields.get("model")  # of speculators, and of vLLM
     levels = [given(inner), given(fields)] if isinstance(inner, dict) else [given(fields)]
@@ -151,7 +191,8 @@ def _rope(flags: dict[str, Any]) -> dict[str, Any]:
 def _named_method(fields: Mapping[str, Any]) -> str | None:
     """Returns the method that a config names, in lower case; `None` where it names none."""
     kind = fields.get("speculators_model_type") or fields.get("model_type") or ""
-    names = [str(name).lower() for name in (kind, *(fields.get("architectures") or ()))]
+    architectures = fields.get("architectures")
+    names = [str(name).lower() for name in (kind, *(architectures if isinstance(architectures, list) else ()))]
     words = (*_METHODS, "eagle")
     return next((word for name in names for word in words if word in name.replace("p_eagle", "peagle")), None)
 
@@ -183,6 +224,9 @@ def _refused_config(levels: list[dict[str, Any]], flags: dict[str, Any]) -> str 
         return "an EAGLE head with a multimodal rotary embedding (mrope)"
     if rope["rope_type"] not in _ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
         return f"an EAGLE head with a rotary embedding that is not known: {rope}"
+    for name in _ROPE_TYPES[rope["rope_type"]]:
+        if not all(map(_is_number, value if isinstance(value := rope.get(name), list) else [value])):
+            return f"an EAGLE head with a rotary embedding that is not known: {rope} (`{name}` is {value!r})"
     for name, neutral in _FACTORS.items():
         if (factor := (flags | rope).get(name)) not in (None, neutral, False):
             return f"an EAGLE head whose config scales its states (`{name}` is {factor!r})"
@@ -194,10 +238,10 @@ def _refused_config(levels: list[dict[str, Any]], flags: dict[str, Any]) -> str 
 
 def _lack(shapes: Shapes) -> str | None:
     """Returns what cannot be recognized for lack of a tensor."""
-    lacking = next((name for name in _NEEDED if name not in shapes), None)
+    lacking = next((name for name in _NEEDED if len(shapes.get(name, ())) != 2), None)
     if lacking is None:
         return None
-    lack = f"it has no tensor `{lacking}`" if shapes else "no weight file is found next to its config.json"
+    lack = f"it has no matrix `{lacking}`" if shapes else "no weight file is found next to its config.json"
     return f"a drafter that cannot be recognized, because {lack}"
 
 
@@ -215,6 +259,27 @@ def _refused_eagle1(layers: dict[str, Any], flags: dict[str, Any], shapes: Shape
     return None
 
 
+def _check_sizes(flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> None:
+    """Raises `ValueError` where a config leaves sizes out that tensors cannot show, or contradicts the tensors."""
+    if lacking := [name for name in _NEEDED_FIELDS if name not in flags]:
+        raise _fault(name_or_path, f"it gives no `{lacking[0]}`")
+    q_rows, k_rows = (shapes[f"layers.0.self_attn.{name}_proj.weight"][0] for name in "qk")
+    heads, kv_heads = flags["num_attention_heads"], flags.get("num_key_value_heads")
+    if q_rows % heads or (kv_heads and q_rows * kv_heads != k_rows * heads):
+        raise _fault(
+            name_or_path,
+            f"`layers.0.self_attn.q_proj.weight` has {q_rows} rows for {heads} heads (`num_attention_heads`), and "
+            f"`layers.0.self_attn.k_proj.weight` has {k_rows} for {kv_heads} (`num_key_value_heads`)",
+        )
+
+
+def _fault(name_or_path: Any, what: str) -> UserValueError:
+    return UserValueError(
+        f"The config.json of the EAGLE head {str(name_or_path)!r} cannot be right: {what}. Correct it, or download it "
+        f"again."
+    )
+
+
 def _refusal(name_or_path: Any, what: str) -> UserValueError:
     return UserValueError(
         f"{str(name_or_path)!r} is {what}. This is not available here: of other methods, EAGLE-1, EAGLE-2 and EAGLE-3 "
@@ -227,9 +292,7 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(LlamaConfig)}
     fields = {name: value for name, value in given.items() if name in known}
     attention = "layers.0.self_attn."
-    head_dim = shapes[f"{attention}q_proj.weight"][0] // fields.get(
-        "num_attention_heads", LlamaConfig.num_attention_heads
-    )
+    head_dim = shapes[f"{attention}q_proj.weight"][0] // fields["num_attention_heads"]
     return fields | {
         "model_type": "llama",
         "rope_parameters": _rope(given),
@@ -259,7 +322,7 @@ def _eagle3_fields(
         "serial_head": "eagle3",
         "target_layer_ids": _layers_read(levels, of_speculators, name_or_path),
         "target_hidden_size": flags.get("target_hidden_size"),
-        "draft_vocab_size": shapes.get("lm_head.weight", (None,))[0] if "d2t" in shapes else None,
+        "draft_vocab_size": next(iter(shapes.get("lm_head.weight", ())), None) if "d2t" in shapes else None,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
 

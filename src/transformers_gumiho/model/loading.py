@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, logging
 
-from ..commands import UserValueError
+from ..commands import UserOSError, UserValueError
 from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
@@ -70,8 +70,7 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
         return fields
-    num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
-    is_small = num_layers <= _MAX_LAYERS
+    is_small = _is_small(fields)
     if is_small or claims_to_draft(fields):
         found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
         if found is not None:
@@ -84,9 +83,9 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
         )
     if not is_small:
         raise UserValueError(
-            f"{where}: its config.json describes a Llama of {num_layers} layers, where the serial head of a drafter "
-            f"has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, or its `GumihoConfig` as "
-            f"`config`."
+            f"{where}: its config.json describes a Llama of {fields.get('num_hidden_layers')!r} layers, where the "
+            f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
+            f"or its `GumihoConfig` as `config`."
         )
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
@@ -97,8 +96,12 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
         return True
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
-    num_layers = fields.get("num_hidden_layers", LlamaConfig.num_hidden_layers)
-    return num_layers <= _MAX_LAYERS and not is_of_language_model(tensor_shapes(name_or_path, {}))
+    return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
+
+
+def _is_small(fields: dict[str, Any]) -> bool:
+    num_layers = fields.get("num_hidden_layers")
+    return isinstance(num_layers, int) and num_layers <= _MAX_LAYERS
 
 
 def plain_name(key: str) -> str:
@@ -121,12 +124,16 @@ def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
             name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
         try:
             file = Path(str(cached_file(name_or_path, name, **places)))
-            if file.suffix != ".json":
-                return [file]
-            shards = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
-            return [Path(str(cached_file(name_or_path, shard, **places))) for shard in shards]
         except OSError:  # there is no such file
             continue
+        if file.suffix != ".json":
+            return [file]
+        shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserOSError(
+                f"`{file.name}` of {str(name_or_path)!r} is damaged: it has no `weight_map`. Download it again."
+            )
+        return [Path(str(cached_file(name_or_path, shard, **places))) for shard in sorted(set(shards.values()))]
     return []
 
 
@@ -171,7 +178,9 @@ def _entries(
 
 def _load_pickle(file: Path, device: str) -> dict[str, Any]:
     # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
-    entries: dict[str, Any] = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
+    entries = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
+    if not isinstance(entries, dict):
+        raise UserOSError(f"`{file}` is damaged: it holds no tensors by name. Download it again.")
     return entries
 
 
@@ -332,7 +341,10 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
     config, vocab_size = drafter.config, drafter.config.get_text_config().vocab_size
     if config.is_eagle3:  # it belongs to the weights
         if config.draft_vocab_size is not None:
-            entry_token_ids("d2t", drafter.d2t.cpu(), vocab_size, source)
+            # As it was written: a buffer of another shape or type may hold anything.
+            entry = read_entry(source, "d2t", options)
+            if entry is not None:
+                entry_token_ids("d2t", entry, vocab_size, source)
         return
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if len(keys) > 1:

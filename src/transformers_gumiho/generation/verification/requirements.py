@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
+from ...model.token_embedding import is_split
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
@@ -158,6 +159,13 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"{_LOAD_WITH_SDPA}"
         )
     if traits.cache_class is None:
+        # BLIP-2 and others hand their calls on.
+        inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
+        if part := next(inner, None):
+            raise Unsupported(
+                f"{name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
+                f"pass it to `generate()` as `assistant_model`."
+            )
         raise Unsupported(
             f"{name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding needs. "
             f"Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
@@ -181,6 +189,11 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         raise Unsupported(
             f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
             f"do). {_LOAD_WITH_SDPA}"
+        )
+    if any(map(is_split, drafter.parameters())):
+        raise Unsupported(
+            "The drafter's weights are split over processes (`fully_shard`), and a draft needs whole ones. Call "
+            "`drafter.unshard()` and `unshard()` of its sharded parts first, or leave the drafter whole."
         )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     # An output head that was exchanged may score more tokens than the config says.

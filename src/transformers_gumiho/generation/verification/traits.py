@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ...commands import UserValueError
 from ...internals import (
+    CACHE_NAME,
     cache_argument,
     foreign_code,
     forward_parameters,
@@ -126,6 +127,8 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
             "counts the positions of its tokens itself (its `forward` gets no `position_ids`, or it uses ALiBi), so "
             "the branches of a draft tree cannot share positions"
         )
+    if config.model_type == "git" and CACHE_NAME != "cache":
+        return "takes no mask of a draft tree before transformers 5.24"
     if config.model_type == "doge" and config.is_moe:
         return "routes the tokens of a pass to experts by each other"
     if getattr(config, "cross_attention_layers", None):
