@@ -39,9 +39,7 @@ class GumihoTrainingArguments(TrainingArguments):
     feature_weight: float = option("Weight of smooth L1 between features and states.", 1.0)
     serial_ce_weight: float = option("Weight of the serial head's soft cross-entropy.", 0.1)
     parallel_ce_weight: float = option("Weight of the parallel heads' soft cross-entropy.", 0.1)
-    parallel_ce_start: float = option(
-        "Share of the training before --parallel_ce_weight counts, where all parts are trained at once.", 0.1
-    )
+    parallel_ce_start: float = option("Share of the training before --parallel_ce_weight counts.", 0.1)
     parallel_decay: float = option("Weight of parallel head i: this to the power of i+1.", 0.8)
     parallel_weight: float = option("Weight of the sum over the parallel heads.", 1 / 9)
     feature_noise: float = option(
@@ -52,7 +50,7 @@ class GumihoTrainingArguments(TrainingArguments):
     linear_start: bool = option("Begin a new drafter with the best linear map to the next state.", False)
     train_only: str | None = option(
         "Train one part and keep the rest: `serial` (the serial head), `parallel` (the parallel heads and their "
-        "transitions) or `transition` (the transitions). The loss weights of the others then have no effect."
+        "transitions) or `transition` (the transitions). Loss weights of the rest then do nothing."
     )
     muon: bool = option("Train matrices with Muon, all else with AdamW, at one rate.", False)
     assistant_only_loss: bool = option(

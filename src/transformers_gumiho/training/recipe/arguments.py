@@ -99,9 +99,7 @@ class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
-    stages: list[str] = option(
-        f"Stages to run, of {' '.join(STAGES)} (default: all); options of the others do nothing.", STAGES
-    )
+    stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
@@ -132,9 +130,7 @@ class RecipeArguments(WritingArguments):
         "Layers of the target that the serial head reads (default: the last one)."
     )
     lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0, at_least=0)
-    calibrate: bool = option(
-        "Fit the draft temperature of each depth on held-out rows, unless adapters are trained.", True
-    )
+    calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
     num_acceptance_prompts: int = option(
         "Held-out prompts to measure tau on; needs --cache_features false.", 0, at_least=0
     )
