@@ -39,7 +39,7 @@ def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp_path: Path) -> None:
-    """And samples as it is told to."""
+    """It samples with the settings that are given."""
     target.save_pretrained(tmp_path / "target")
     make_chat_tokenizer(None).save_pretrained(tmp_path / "target")
     (tmp_path / "template.jinja").write_text(CHATML)

@@ -1,6 +1,6 @@
 """
-Options of `gumiho data` and `gumiho train` that are given, and can have no effect beside the others: those that choose
-what is trained on are refused, and of the others a line tells.
+Options of `gumiho data` and `gumiho train` that are given, and can have no effect beside the others. Those that choose
+the data are refused. The others are named in a line, and the command goes on.
 """
 
 from collections.abc import Callable, Sequence
