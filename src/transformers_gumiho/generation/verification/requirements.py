@@ -12,7 +12,6 @@ from transformers.utils import logging
 from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
-from ...model.token_embedding import is_split
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
@@ -190,7 +189,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
             f"do). {_LOAD_WITH_SDPA}"
         )
-    if any(map(is_split, drafter.parameters())):
+    if any(hasattr(weight, "full_tensor") for weight in drafter.parameters()):  # a `DTensor`
         raise Unsupported(
             "The drafter's weights are split over processes (`fully_shard`), and a draft needs whole ones. Call "
             "`drafter.unshard()` and `unshard()` of its sharded parts first, or leave the drafter whole."
