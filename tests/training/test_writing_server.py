@@ -131,8 +131,13 @@ def write(
 
 
 def test_a_server_writes_what_the_target_writes_here(serve: Callable[..., Server], tmp_path: Path) -> None:
-    """All turns, and texts, byte for byte; two addresses take turns."""
-    servers = [serve(by_ids), serve(by_ids)]
+    """All turns, and texts, byte for byte; two addresses take turns, and each has its name for an end."""
+
+    def names_the_token(path: str, body: dict[str, Any], number: int) -> Reply:
+        status, answer = by_ids(path, body, number)
+        return status, json.loads(json.dumps(answer).replace('"stop"', '"eos_token"'))
+
+    servers = [serve(by_ids), serve(names_the_token)]
     engines = {
         "here": LocalEngine(TARGET),
         "there": make_engine([servers[0].url + "/v1/", servers[1].url], api_key="k"),
@@ -284,8 +289,8 @@ def test_a_server_that_fails_from_some_request_on_costs_no_row(
 
 
 def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:
-    server = serve(lambda *_: (404, {"error": "there is no model 'tiny'"}))
-    with pytest.raises(EndpointError, match=r"refuses \(404\).*there is no model"):
+    server = serve(lambda *_: (404, "<html>\n  there is\nno model 'tiny'"))
+    with pytest.raises(EndpointError, match=r"refuses \(404\): <html> there is no model 'tiny'"):
         write(make_engine(server.url), tmp_path / "a.jsonl")
     assert len(server.requests) == 1
 

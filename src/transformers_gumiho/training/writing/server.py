@@ -17,6 +17,7 @@ from .requests import Completion, Request, Task
 
 
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
+_ENDS = ("stop", "eos_token", "stop_sequence")  # of an answer: the last ones are TGI's names for it
 _BUSY = (408, 409, 429)  # what the client asks again, and other servers may answer
 _FAULT = 500  # which may concern one request, too
 _SECONDS = 3600  # for an answer: with many requests at a time, each of them waits for the others
@@ -154,7 +155,7 @@ class ServerEngine:
         if request.sampling is not None:
             further["top_k"] = request.sampling.top_k or -1
         choice = self._send(request, prompt=request.prompt_ids, extra_body=further)
-        return list(map(int, choice.token_ids)), choice.finish_reason == "stop"
+        return list(map(int, choice.token_ids)), choice.finish_reason in _ENDS
 
     def _by_text(self, request: Request) -> Completion:
         prompt = self._renderer.decode(request.prompt_ids)
@@ -166,7 +167,7 @@ class ServerEngine:
             ids = self._renderer.encode(choice.text)
             if self._renderer.decode(ids) != choice.text:
                 raise MalformedRowError("the server's text does not encode back to its tokens")
-        is_ended = choice.finish_reason == "stop"
+        is_ended = choice.finish_reason in _ENDS
         return ids + [self._renderer.end_of_answer] * is_ended, is_ended
 
     def _send(self, request: Request, **settings: Any) -> Any:
@@ -184,7 +185,7 @@ class ServerEngine:
             try:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
-                cause, said = error, f"({error.status_code}): {error.response.text[:200]}"
+                cause, said = error, f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
                 is_of_row = error.status_code == _FAULT and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
@@ -192,7 +193,7 @@ class ServerEngine:
                 failure = f"{error.request.url} refuses {said}"
             except openai.APIConnectionError as error:
                 cause, is_down = error, True
-                failure = f"{error.request.url} does not answer: {error.__cause__ or error}"
+                failure = f"{error.request.url} does not answer: {str(error.__cause__ or error).rstrip('.')}"
             with self._lock:
                 if not is_down or [*self._clients] == [client]:
                     raise EndpointError(
