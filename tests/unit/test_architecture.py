@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
         "tools.pairs",
     },
     "tools": {"files", "generation", "model", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
-    "vllm": {"model"},
+    "vllm": {"files", "model"},
     "custom_generation": {"internals", "model", "generation", "training"},
     "__init__": {"internals", "model", "generation", "generation.verification", "generation.drafting", "training"},
     "cli": {"training.recipe", "tools", "tools.benchmarking", "tools.presenting", "tools.tuning"},
