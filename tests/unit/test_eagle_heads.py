@@ -410,7 +410,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
         "`beta_fast` of a yarn rotary embedding must be a number above 0, got '32'",
     ),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "`low_freq_factor` of a llama3 rotary .* got None"),
-    ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` of .* list of 4 numbers .*got \[1\.0,"),
+    ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` .* a list of 4 numbers .*got \[1\.0,"),
     ({"rope_scaling": LONGROPE | {"long_factor": 1.0}}, r"`long_factor` of .* a list of 4 numbers .*got 1\.0"),
     ({"rope_scaling": LONGROPE | {"long_factor": []}}, r"`long_factor` of .* a list of 4 numbers .*got \[\]"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5}}, r"gives `rope_theta` as 100\.0 and as 5"),
