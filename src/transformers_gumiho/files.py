@@ -90,15 +90,21 @@ def check_files(
         ) from cause
 
 
-def check_folder(name: str) -> None:
+def check_folder(name: str, has_config: bool = True) -> None:
     """
-    Raises `FileNotFoundError` for a missing folder of a model. Names on the Hub pass: they have at most one slash.
+    Raises `FileNotFoundError` for a missing folder of a model, or a file in its place. Names on the Hub pass: they
+    have at most one slash. `has_config`: whether the model is known by its config alone.
     """
-    if _is_path(name) and not Path(name).is_dir():
+    if os.path.isfile(name):
+        raise UserFileNotFoundError(f"{name!r} is a file. Give a model's folder.")
+    if _is_path(name) and not os.path.isdir(name):
         raise UserFileNotFoundError(
             f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
             f"'amd/Gumiho-llama3-8b'."
         )
+    configs = ("config.json", "adapter_config.json")
+    if has_config and os.path.isdir(name) and not any(Path(name, config).is_file() for config in configs):
+        raise UserFileNotFoundError(f"{name!r} has no config.json, so it holds no model. Give a model's folder.")
 
 
 def _is_path(name: str) -> bool:
@@ -115,7 +121,7 @@ def read_text(path: str | Path) -> str:
         ValueError: The file has another encoding.
     """
     with as_user_errors():  # a text in place of a file is a name that is too long
-        if not Path(path).exists():
+        if not Path(path).exists() or Path(path).is_dir():
             raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
         data = Path(path).read_bytes()
     try:
@@ -168,8 +174,9 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     try:
         with as_user_errors():
             rows = load_from_disk(name) if is_saved else load_dataset(**reader | kwargs, split=split)
-    except DatasetGenerationError as error:
-        raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
+    except (DatasetGenerationError, UserValueError) as error:
+        reason = str(error if isinstance(error, UserValueError) else error.__cause__).rstrip(".!")
+        raise UserValueError(f"{name!r} cannot be read: {reason}. Repair or replace it.") from error
     if is_saved or split is None:
         splits = rows if isinstance(rows, DatasetDict) else DatasetDict(train=rows)
         split = split or ("test" if "test" in splits else next(iter(splits)))

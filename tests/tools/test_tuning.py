@@ -354,6 +354,12 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="There is no file"):
         benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
+    known = {"pair": "demo", "prompts": str(DEMO_TARGET.parent / "prompts.jsonl"), "output_dir": f"{__file__}/new"}
+    for measure, options in ((tune, TuningArguments), (benchmark, BenchmarkArguments)):
+        with pytest.raises(OSError, match=r"folder '.*/new' cannot be made: Not a directory. Name another one with"):
+            measure(options(**known))
+    with pytest.raises(ValueError, match="--tree_sizes must be at least 1, got 0"):
+        BenchmarkArguments(**known, tree_sizes=[4, 0])
 
 
 def stop(*_: Any, **__: Any) -> None:

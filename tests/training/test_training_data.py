@@ -238,6 +238,9 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     for missing in (str(tmp_path / "missing.jsonl"), "./missing.txt", str(tmp_path / "missing")):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             load_conversations(missing)
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"data.json' cannot be read: .*no data. Repair or replace it"):
+        load_conversations(str(tmp_path / "data.json"))
     (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"data.json' cannot be read: .*UTF-8"):
         load_conversations(str(tmp_path / "data.json"))
