@@ -140,7 +140,17 @@ class OwnAssistedLoop(LlamaForCausalLM):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("kind", [OwnLoop, OwnUpdate, OwnAssistedLoop])
+class OwnEnd(LlamaForCausalLM):
+    def _has_unfinished_sequences(self, *args: Any, **kwargs: Any) -> bool:
+        return super()._has_unfinished_sequences(*args, **kwargs)
+
+
+class OwnModeOfDecoding(LlamaForCausalLM):
+    def _optimize_model_for_decode(self) -> Any:
+        return super()._optimize_model_for_decode()
+
+
+@pytest.mark.parametrize("kind", [OwnLoop, OwnUpdate, OwnAssistedLoop, OwnEnd, OwnModeOfDecoding])
 def test_steps_of_decoding_that_are_the_targets_own(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
     step = next(name for name in vars(kind) if name.startswith("_") and not name.startswith("__"))
     own = kind(target.config).double().eval()

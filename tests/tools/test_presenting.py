@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -573,6 +574,18 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     assert process.stdout.splitlines()[-1] == "False"
     expected = {"--version": f"gumiho {version('transformers-gumiho')}", "tun": "gumiho: unknown command 'tun'"}
     assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
+
+
+def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
+    """A service may start them so."""
+    for words in (
+        ["--help"],
+        ["generate", *OPTIONS],
+        ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"],
+    ):
+        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho.cli", *words]))
+        subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
+    assert (tmp_path / "t.svg").exists()
 
 
 @pytest.mark.parametrize(

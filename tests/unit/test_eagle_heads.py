@@ -407,7 +407,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"`factor` of .* must be a number above 0, got \[2\.0\]"),
     (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
-        "`beta_fast` of a yarn rotary embedding must be a number above 0, got '32'",
+        "`beta_fast` of a yarn rotary embedding must be a number, got '32'",
     ),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "`low_freq_factor` of a llama3 rotary .* got None"),
     ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` .* a list of 4 numbers .*got \[1\.0,"),

@@ -288,8 +288,9 @@ def _check_rope(fields: list[tuple[str, Any]], head_dim: int, name_or_path: Any)
             what, numbers = f"a list of {head_dim // 2} numbers above 0", value if isinstance(value, list) else []
             is_right = len(numbers) == head_dim // 2 and all(map(_is_number, numbers))
         else:
-            what, is_needed = "a number above 0", name in _ROPE_TYPES[kind]
-            is_right = _is_number(value) or (not is_needed and isinstance(value, (bool, type(None))))
+            is_needed = name in _ROPE_TYPES[kind]
+            what = "a number above 0" if is_needed else "a number"
+            is_right = _is_number(value) if is_needed else isinstance(value, (int, float, type(None)))
         if not is_right:
             raise _fault(name_or_path, f"`{name}` of a {kind} rotary embedding must be {what}, got {value!r}")
 
