@@ -55,26 +55,12 @@ REPO = "amd/Gumiho-llama3-8b"
 
 # A tiny Llama, as the reference writes its configs, and around it what vLLM adds.
 LLAMA_FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.31.0.dev0",
-    "vocab_size": 50,
-}
+    "architectures": ["LlamaForCausalLM"], "bias": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0", "vocab_size": 50,
+}  # fmt: skip
 
 
 VLLM_FIELDS: dict[str, Any] = {

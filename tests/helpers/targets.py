@@ -32,17 +32,10 @@ LARGE_TREES = {"num_assistant_tokens": 63, "branching_factor": 14, "break_even":
 WINDOW = 6
 
 _COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.6,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0, "initializer_range": 0.6,
+}  # fmt: skip
 _GROUPED = _COMMON | {"num_key_value_heads": 2}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
 
@@ -125,6 +118,12 @@ def make_drafter(
     for name, value in (LARGE_TREES | settings).items():
         setattr(drafter.generation_config, name, value)
     return drafter
+
+
+def make_pair(family: str = "llama", seed: int = 0, num_layers: int | None = None, **settings: Any) -> Pair:
+    """Returns a target of a family, and a drafter for it, which takes the settings (see `make_drafter`)."""
+    target = make_target(family, seed=seed, num_layers=num_layers)
+    return target, make_drafter(target, **settings)
 
 
 def make_prompts(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_doubtful_fields_are_logged(
     with caplog.at_level(logging.WARNING):
         load(write_head(tmp_path, head, fields))
     (logged,) = (record.getMessage() for record in caplog.records if "head" in record.getMessage())
-    assert __import__("re").search(message, logged)
+    assert re.search(message, logged)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -418,6 +419,8 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str, tmp_path:
     [
         ("d2t", lambda d2t: d2t[:, None], r"`d2t` must be 1-D and of integers, got torch\.int64 of shape \(24, 1\)"),
         ("d2t", lambda d2t: d2t > 3, "`d2t` must be 1-D and of integers, got torch.bool"),
+        # Ids in the place of distances.
+        ("d2t", lambda d2t: d2t + torch.arange(24), "`d2t` must name distinct token ids from 0 to 39, but it holds"),
         ("d2t", lambda d2t: d2t[:20], r"d2t is \(20,\), expected \(24,\)"),
         ("lm_head.weight", torch.sum, r"lm_head\.weight is \(\), expected \(40, 32\)"),
         ("layers.0.self_attn.k_proj.weight", torch.sum, "it has no matrix `layers.0.self_attn.k_proj.weight`"),

@@ -130,16 +130,9 @@ def test_attention_mask_by_brute_force(
     lengths = lengths[:batch_size]
     context = torch.rand(batch_size, max(lengths), generator=torch.Generator().manual_seed(0)) < 0.7
     starts = torch.tensor(lengths)[:, None] if len(set(lengths)) > 1 else lengths[0]
-    mask = tree_attention_mask(
-        tree.ancestors,
-        tree.depths,
-        starts,
-        max(lengths) + num_nodes + num_unused,
-        torch.float32,
-        context if padded else None,
-        window,
-    )
-    assert mask.shape == (batch_size, 1, num_nodes, max(lengths) + num_nodes + num_unused)
+    num_slots, seen = max(lengths) + num_nodes + num_unused, context if padded else None
+    mask = tree_attention_mask(tree.ancestors, tree.depths, starts, num_slots, torch.float32, seen, window)
+    assert mask.shape == (batch_size, 1, num_nodes, num_slots)
     for row, length in enumerate(lengths):
         for query, slot in itertools.product(range(num_nodes), range(mask.shape[3])):
             position = length + int(tree.depths[row, query])

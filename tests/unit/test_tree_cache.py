@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from targets import equals_plain, make_drafter, make_target
+from targets import equals_plain, make_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -87,8 +87,7 @@ def test_slots_are_reserved_as_a_text_grows(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TreeCache, "reserve", growing)
     monkeypatch.setattr(prompt_module, "MAX_RESERVED_TOKENS", 64)
     monkeypatch.setattr(tree_caches, "GROWTH", 64)
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=20)
+    target, drafter = make_pair(num_assistant_tokens=20)
     equals_plain(target, drafter, max_new_tokens=120)
     assert len(capacities) == 2, "the target's, and the drafter's"
     assert max(capacities) < 120

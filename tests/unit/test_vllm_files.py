@@ -38,14 +38,6 @@ def for_family(family: str, folder: Path) -> None:
     make_drafter(make_target(family, num_layers=3)).save_pretrained(folder)
 
 
-def without_fc_bias(folder: Path) -> None:
-    GumihoModel.from_target(make_target(num_layers=3), gumiho_fc_bias=False).save_pretrained(folder)
-
-
-def with_biases(folder: Path) -> None:
-    GumihoModel.from_target(make_target(num_layers=3), attention_bias=True, mlp_bias=True).save_pretrained(folder)
-
-
 def with_a_tokenizer(folder: Path) -> None:
     drafter = make_drafter(make_target(num_layers=3))
     drafter.tokenizer = load_tokenizer()
@@ -85,7 +77,7 @@ def demo_pair(folder: Path) -> None:
 @pytest.mark.parametrize(
     "save",
     [
-        fresh, without_fc_bias, with_biases, with_a_tokenizer, with_a_draft_vocabulary, without_embedding,
+        fresh, with_a_tokenizer, with_a_draft_vocabulary, without_embedding,
         trained, merged, demo_pair,
         *(
             pytest.param(partial(for_family, family), id=family)
