@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from targets import equals_plain, make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target
 from transformers import MaxLengthCriteria, StopStringCriteria
 
 from transformers_gumiho.generation import token_choice, token_draws
@@ -73,22 +73,16 @@ def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) 
             torch.rand(3)
 
 
-def test_noise_that_was_seen_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    exponential, num_made = torch.Tensor.exponential_, []
-
-    def counting_exponential(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num_made.append(1)
-        return exponential(self, *args, **kwargs)
-
+def test_noise_that_was_seen_is_not_made_again(calls_of: Any) -> None:
     draws = draws_after_one(1, 11)
-    monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
+    made = calls_of(torch.Tensor, "exponential_")
     first = draws.peek(5, 11, [1])
     for step in (1, 2):
         draws.draw(torch.zeros(1, 11), [step])
     draws.forget([3])
     second = draws.peek(5, 11, [3])
     assert torch.equal(first[:, 2:], second[:, :3])
-    assert len(num_made) == 5 + 2
+    assert len(made) == 5 + 2
 
 
 @pytest.mark.parametrize("others_draw", [False, True])
@@ -135,8 +129,7 @@ def test_what_is_left_is_not_given_back_where_others_have_drawn_since() -> None:
 
 
 def test_threads_that_sample_batches_draw_different_numbers() -> None:
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     texts: list[torch.Tensor] = []
     together = threading.Barrier(2)
 
@@ -212,8 +205,7 @@ def test_what_is_no_distribution_is_refused_as_in_plain_decoding(lengths: list[i
 
 
 @pytest.mark.parametrize(
-    ("max_lead", "warpers"),
-    [(None, WARPERS[0]), (None, WARPERS[1]), (1, WARPERS[0]), (3, WARPERS[1])],
+    ("max_lead", "warpers"), [(None, WARPERS[0]), (None, WARPERS[1]), (1, WARPERS[0]), (3, WARPERS[1])]
 )
 def test_batches_sample_the_text_of_the_seed(
     warpers: dict[str, Any], max_lead: int | None, monkeypatch: pytest.MonkeyPatch
@@ -222,8 +214,7 @@ def test_batches_sample_the_text_of_the_seed(
     if max_lead is not None:
         monkeypatch.setattr(token_draws, "_KEPT_BYTES", 0)
         monkeypatch.setattr(token_draws, "_MIN_KEPT", max_lead)
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     ended, parted = set(), 0
     for lengths in ([9, 4, 1], [3] * 6):
         for seed in range(2):
@@ -262,8 +253,7 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
             return (input_ids[:, -1] % 5 == 0) & (torch.tensor(input_ids.shape[1] > 12))
 
     monkeypatch.setattr(token_choice, "_ROW_WISE_CRITERIA", {MaxLengthCriteria, EndsAtToken})
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     target.generation_config.eos_token_id = None
     for seed in range(4):
         arguments = {**make_prompts([9, 4, 1]), "max_new_tokens": 60, "do_sample": True}

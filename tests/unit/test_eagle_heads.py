@@ -326,11 +326,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sliding": (True, {"layer_types": ["sliding_attention"]}, "with a sliding window"),
     "mistral": (False, {"model_type": "mistral"}, "an EAGLE-1 head with layers of the type 'mistral'"),
-    "mistral_architecture": (
-        False,
-        {"architectures": ["EagleMistralForCausalLM"]},
-        "architecture 'EagleMistral",
-    ),
+    "mistral_architecture": (False, {"architectures": ["EagleMistralForCausalLM"]}, "architecture 'EagleMistral"),
     "cohere": (False, {"model_type": "cohere", "logit_scale": 0.0625}, "scales its states .`logit_scale` is 0.0625"),
     "clip": (True, {"clip_qkv": 6.0}, "scales its states .`clip_qkv` is 6.0"),
     "minicpm": (False, {"model_type": "minicpm", "scale_emb": 12}, "scales its states .`scale_emb` is 12"),

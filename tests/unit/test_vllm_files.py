@@ -1,6 +1,7 @@
 """vLLM's Gumiho loader reads what is saved here, and drafts from it the chain of `branching_factor=1`."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,30 +29,6 @@ ROOT = Path(__file__).parents[2]
 NO_HEAD: Any = None
 
 
-def fresh(folder: Path) -> None:
-    GumihoModel(GumihoConfig(model={"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 8})).save_pretrained(
-        folder
-    )
-
-
-def for_family(family: str, folder: Path) -> None:
-    make_drafter(make_target(family, num_layers=3)).save_pretrained(folder)
-
-
-def with_a_tokenizer(folder: Path) -> None:
-    drafter = make_drafter(make_target(num_layers=3))
-    drafter.tokenizer = load_tokenizer()
-    drafter.save_pretrained(folder)
-
-
-def with_a_draft_vocabulary(folder: Path) -> None:
-    make_drafter(make_target(num_layers=3), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
-
-
-def without_embedding(folder: Path) -> None:
-    make_drafter(make_target(num_layers=3)).save_pretrained(folder, save_embedding=False)
-
-
 def trained(folder: Path) -> None:
     target = make_target(num_layers=3).float()
     trainer = GumihoTrainer(
@@ -74,17 +51,26 @@ def demo_pair(folder: Path) -> None:
     GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", transition_rank=0).save_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "save",
-    [
-        fresh, with_a_tokenizer, with_a_draft_vocabulary, without_embedding,
-        trained, merged, demo_pair,
-        *(
-            pytest.param(partial(for_family, family), id=family)
-            for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")
-        ),
-    ],
-)  # fmt: skip
+def of_family(family: str, folder: Path, tokenizer: Any = None, save_embedding: bool = True, **settings: Any) -> None:
+    drafter = make_drafter(make_target(family, num_layers=3), **settings)
+    drafter.tokenizer = tokenizer
+    drafter.save_pretrained(folder, save_embedding=save_embedding)
+
+
+LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 8}
+SAVED: dict[str, Callable[[Path], None]] = {
+    "fresh": lambda folder: GumihoModel(GumihoConfig(model=LLAMA)).save_pretrained(folder),
+    "tokenizer": lambda folder: of_family("llama", folder, load_tokenizer()),
+    "draft vocabulary": partial(of_family, "llama", draft_vocabulary=[1, 2, 3, 4]),
+    "no embedding": partial(of_family, "llama", save_embedding=False),
+    "trained": trained,
+    "merged": merged,
+    "demo pair": demo_pair,
+    **{family: partial(of_family, family) for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")},
+}
+
+
+@pytest.mark.parametrize("save", SAVED.values(), ids=SAVED)
 def test_saved_drafters_are_read(save: Any, tmp_path: Path) -> None:
     save(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))

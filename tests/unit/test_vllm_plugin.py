@@ -26,14 +26,7 @@ import transformers_gumiho
 import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
-from transformers_gumiho.vllm.checkpoint import (
-    EMBEDDING,
-    FUSION,
-    copy_tensor,
-    expected_names,
-    is_readable,
-    plain_name,
-)
+from transformers_gumiho.vllm.checkpoint import EMBEDDING, FUSION, copy_tensor, expected_names, is_readable, plain_name
 from transformers_gumiho.vllm.unread_steps import UnreadSteps
 
 
