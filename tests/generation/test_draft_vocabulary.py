@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from checkpoints import VOCAB_SIZE as CHECKPOINT_VOCAB_SIZE
-from checkpoints import write_reference_checkpoint
+from checkpoints import write_checkpoint
 from draft_trees import Trees
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from targets import VOCAB_SIZE, equals_plain, make_drafter, make_pair, make_prompts, make_target
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -221,28 +219,6 @@ MAPS: dict[str, dict[str, Any]] = {
     },
 }
 FORMATS = ["bin", "bin_legacy", "bin_sharded", "safetensors", "safetensors_sharded"]
-
-
-def write_checkpoint(folder: Path, extra: dict[str, Any], form: str = "bin", variant: str = "") -> dict[str, Any]:
-    """Writes a checkpoint in the reference's layout with further entries, in one of the forms of weight files."""
-    (folder / "reference").mkdir(exist_ok=True)
-    weights = write_reference_checkpoint(folder / "reference") | extra
-    shutil.copy(folder / "reference" / "config.json", folder)
-    form, *options = form.split("_")
-    stem = {"bin": "pytorch_model", "safetensors": "model"}[form]
-    names = list(weights)
-    shards = {f"{stem}{variant}.{form}": names}
-    if "sharded" in options:
-        shards = {f"{stem}-1-of-2.{form}": names[:9], f"{stem}-2-of-2.{form}": names[9:]}
-        weight_map = {name: file for file, held in shards.items() for name in held}
-        (folder / f"{stem}.{form}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for file, held in shards.items():
-        part = {name: weights[name] for name in held}
-        if form == "safetensors":
-            save_file(part, folder / file, metadata={"format": "pt"})
-        else:
-            torch.save(part, folder / file, _use_new_zipfile_serialization="legacy" not in options)
-    return weights
 
 
 @pytest.mark.parametrize("form", FORMATS)

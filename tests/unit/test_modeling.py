@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, small_config, write_reference_checkpoint
+from checkpoints import HIDDEN_SIZE, VOCAB_SIZE, small_config, write_checkpoint
 from targets import FAMILIES, equals_plain, make_drafter, make_pair, make_prompts, make_target
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, MambaConfig, PreTrainedConfig, RwkvConfig
@@ -46,7 +46,7 @@ def assert_same(found: GumihoOutput, expected: GumihoOutput, start: int = 0) -> 
 
 
 def test_config_given_by_folder_loads_weights_without_one(tmp_path: Path) -> None:
-    write_reference_checkpoint(tmp_path)
+    write_checkpoint(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / "config.json").rename(tmp_path / "config" / "config.json")
     model = GumihoModel.from_pretrained(tmp_path, config=tmp_path / "config")
@@ -60,7 +60,7 @@ class RunsCode:
 
 def test_pickle_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_reference_checkpoint(tmp_path)
+    write_checkpoint(tmp_path)
     torch.save({"fc.bias": RunsCode()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"(?i)weights_only|unsupported|not allowed|pickle"):
         GumihoModel.from_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_pickle_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, GumihoModel])
 def test_unfit_checkpoints_are_refused(tmp_path: Path, auto_class: Any) -> None:
-    weights = write_reference_checkpoint(tmp_path)
+    weights = write_checkpoint(tmp_path)
     for change, message in (
         (lambda w: w.pop("mlp.3.2.linear.bias"), r"missing: mlp\.3\.2\.linear\.bias"),
         (lambda w: w.update({"mlp.5.0.linear.bias": torch.zeros(32)}), r"unexpected: mlp\.5\.0\.linear\.bias"),
