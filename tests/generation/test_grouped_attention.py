@@ -164,7 +164,7 @@ def test_nobody_else_is_affected(copies: list[Any]) -> None:
     assert attention_implementation(target.config) == "sdpa"
 
 
-def test_a_function_that_somebody_registered_stays() -> None:
+def test_a_function_that_somebody_registered_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with gqa_without_copies():
         ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with gqa_without_copies():
@@ -176,14 +176,11 @@ def test_a_function_that_somebody_registered_stays() -> None:
         calls.append(1)
         return sdpa_attention_forward(*args, **kwargs)
 
-    AttentionInterface.register("sdpa", theirs)
-    try:
-        target = make_target("llama", "sdpa", num_layers=3)
-        equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
-        assert calls
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
-    finally:
-        AttentionInterface.register("sdpa", ours)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", theirs)  # noqa: SLF001
+    target = make_target("llama", "sdpa", num_layers=3)
+    equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
+    assert calls
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

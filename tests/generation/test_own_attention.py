@@ -297,18 +297,14 @@ def test_a_function_that_is_replaced_is_tried_again(register: Callable[..., None
         assert TargetTraits.of(target).is_chain == is_chain
 
 
-def test_importing_registers_nothing_and_the_first_drafted_call_does() -> None:
+def test_importing_registers_nothing_and_the_first_drafted_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompts = make_target(num_layers=3), make_prompts([5])
     own = AttentionInterface._global_mapping  # noqa: SLF001
-    before = own["sdpa"]
-    try:
-        own["sdpa"] = sdpa_attention_forward
-        target.generate(**prompts, max_new_tokens=4)
-        assert own["sdpa"] is sdpa_attention_forward
-        target.generate(**prompts, max_new_tokens=4, assistant_model=make_drafter(target))
-        assert own["sdpa"].__wrapped__ is sdpa_attention_forward
-    finally:
-        own["sdpa"] = before
+    monkeypatch.setitem(own, "sdpa", sdpa_attention_forward)
+    target.generate(**prompts, max_new_tokens=4)
+    assert own["sdpa"] is sdpa_attention_forward
+    target.generate(**prompts, max_new_tokens=4, assistant_model=make_drafter(target))
+    assert own["sdpa"].__wrapped__ is sdpa_attention_forward
 
 
 @pytest.mark.parametrize("way", ["trees", "chains"])

@@ -39,23 +39,6 @@ def variates(draws: TokenDraws, num_draws: int, step: int = 1) -> list[torch.Ten
     return list(draws.take(num_draws, 11, [step] * 2).unbind(1))
 
 
-@settings(deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
-def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
-    torch.manual_seed(0)
-    draws = draws_after_one(2, 11)
-    for num_peeked, num_drawn, others_draw in steps:
-        exponentials = torch.stack(variates(draws, num_peeked))
-        state = torch.get_rng_state()
-        assert torch.equal((1 / exponentials).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
-        # As many draws are made as come to be needed, and somebody else may draw as well.
-        torch.set_rng_state(state)
-        if num_drawn:
-            draw(torch.zeros(num_drawn, 2, 11))
-        if others_draw:
-            torch.rand(3)
-
-
 def test_noise_that_was_seen_is_not_made_again(calls_of: Any) -> None:
     draws = draws_after_one(1, 11)
     made = calls_of(torch.Tensor, "exponential_")
@@ -132,24 +115,22 @@ def test_threads_that_sample_batches_draw_different_numbers() -> None:
 
 
 @settings(deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8))
-def test_what_was_seen_is_drawn_as_if_it_had_not_been(steps: list[tuple[int, bool]]) -> None:
+@given(steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=8))
+def test_noise_that_is_seen_is_that_of_the_next_draws(steps: list[tuple[int, int]]) -> None:
     """The generator is where `torch.multinomial` leaves it, whatever was seen, and whoever else draws."""
     runs = []
-    for draws in ("plain", "seen"):
+    for is_seen in (False, True):
         torch.manual_seed(0)
-        seen, drawn = draws_after_one(2, 11), []
-        for step, (num_peeked, others_draw) in enumerate(steps, start=1):
-            if draws == "plain":
-                drawn.append(torch.multinomial(torch.ones(2, 11), 1))
-            else:
-                if num_peeked:
-                    variates(seen, num_peeked, step)
-                drawn.append(seen.draw(torch.zeros(2, 11), [step] * 2))
-                seen.forget([step + 1] * 2)
-            if others_draw:
-                drawn.append(torch.randint(99, (2, 1)))
-        runs.append((torch.cat(drawn) if drawn else torch.empty(0), torch.get_rng_state()))
+        draws, drawn = draws_after_one(2, 11), []
+        for step, (num_peeked, num_of_others) in enumerate(steps, start=1):
+            if is_seen and num_peeked:
+                exponentials, state = torch.stack(variates(draws, num_peeked, step)), torch.get_rng_state()
+                assert torch.equal((1 / exponentials).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+                torch.set_rng_state(state)
+            drawn.append(draws.draw(torch.zeros(2, 11), [step] * 2) if is_seen else torch.ones(2, 11).multinomial(1))
+            draws.forget([step + 1] * 2)
+            drawn.append(torch.randint(99, (2, num_of_others)))
+        runs.append((torch.cat([torch.empty(2, 0), *drawn], dim=1), torch.get_rng_state()))
     assert all(map(torch.equal, *runs))
 
 
