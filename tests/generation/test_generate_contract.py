@@ -36,7 +36,7 @@ class RepeatsLastToken(LogitsProcessor):
 
 # Several settings at once, and trees that are taken far; each setting alone is in test_generation_config.
 SAMPLING = [
-    {}, {"eos_token_id": 2}, {"temperature": 1.5, "top_k": 3, "repetition_penalty": 1.3},
+    {}, {"eos_token_id": 7}, {"temperature": 1.5, "top_k": 3, "repetition_penalty": 1.3},
     {"bad_words_ids": [[3], [1, 2]], "temperature": 0.9}, {"typical_p": 0.9, "suppress_tokens": [2]},
 ]  # fmt: skip
 
