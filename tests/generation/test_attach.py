@@ -50,37 +50,26 @@ def decode(target: PreTrainedModel, **settings: Any) -> tuple[int, torch.Tensor]
     return passes_of(target, lambda: target.generate(**PROMPT, **SETTINGS | settings))
 
 
-def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: Pair) -> None:
-    target, drafter = pair
-    num_plain, plain = decode(target)
-    attach(target, drafter)
-    num_drafted, drafted = decode(target)
-    assert torch.equal(drafted, plain)
-    assert num_drafted < num_plain == decode(target, assistant_model=None)[0]
-    other = make_drafter(target, seed=1, num_assistant_tokens=1)
-    assert decode(target, assistant_model=other)[0] > num_drafted
-    assert decode(target)[0] == num_drafted
-    detach(target)
-    assert decode(target)[0] == num_plain
-    with attached(target, drafter):
-        assert decode(target)[0] == num_drafted
-    assert decode(target)[0] == num_plain
-
-
-def test_functions_take_a_drafter_or_its_name(pair: Pair, tmp_path: Path) -> None:
+def test_calls_without_an_assistant_draft_and_explicit_ones_win(pair: Pair, tmp_path: Path) -> None:
+    """With a drafter as it is, wrapped, or by its name."""
     target, drafter = pair
     drafter.save_pretrained(tmp_path)
     num_plain, plain = decode(target)
+    other = make_drafter(target, seed=1, num_assistant_tokens=1)
     for given in (drafter, nn.DataParallel(drafter), tmp_path, str(tmp_path)):
-        found = attach(target, given)
+        attach(target, given)
         num_drafted, drafted = decode(target)
-        assert num_drafted < num_plain
         assert torch.equal(drafted, plain)
-        with attached(target, make_drafter(target, seed=1, num_assistant_tokens=1)) as other:
-            assert other is not found
+        assert num_drafted < num_plain == decode(target, assistant_model=None)[0]
+        assert decode(target, assistant_model=other)[0] > num_drafted
+        with attached(target, other) as found:
+            assert found is other
             assert decode(target)[0] > num_drafted
         assert decode(target)[0] == num_drafted
         detach(target)
+        assert decode(target)[0] == num_plain
+        with attached(target, given):
+            assert decode(target)[0] == num_drafted
         assert decode(target)[0] == num_plain
     detach(target)
     with pytest.raises(ValueError, match="No Gumiho drafter: a LlamaForCausalLM"):

@@ -99,8 +99,8 @@ def test_every_row_holds_the_entries_of_all_its_tokens(pair: Pair, turn: str) ->
             assert ours.keys.shape == theirs.keys.shape
             held = mask[:, -ours.keys.shape[2] :]
             for name in ("keys", "values"):
-                pair = (getattr(layer, name).transpose(1, 2)[held] for layer in (ours, theirs))
-                torch.testing.assert_close(*pair, atol=1e-9, rtol=1e-9)
+                entries = (getattr(layer, name).transpose(1, 2)[held] for layer in (ours, theirs))
+                torch.testing.assert_close(*entries, atol=1e-9, rtol=1e-9)
     assert num_ended_before > 4
 
 
