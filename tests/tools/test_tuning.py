@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import gumiho
+from commands import gumiho, interrupt
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
@@ -362,14 +362,10 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
         BenchmarkArguments(**known, tree_sizes=[4, 0])
 
 
-def stop(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("has_prompts", [True, False])
 def test_command_keeps_the_settings_with_the_drafter(
-    has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_prompts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]
@@ -379,10 +375,7 @@ def test_command_keeps_the_settings_with_the_drafter(
         *([] if has_prompts else ["--no_tune_vocabulary"]),
     ]  # fmt: skip
     if has_prompts:
-        with monkeypatch.context() as patched:
-            patched.setattr(Runner, "compare", stop)
-            with pytest.raises(SystemExit, match="130"):
-                gumiho(*command)
+        interrupt(Runner, "compare", 0, *command)
         assert capsys.readouterr().err.endswith("gumiho tune: Stopped. The drafter's settings are as they were.\n")
         assert not list(tmp_path.iterdir())
     gumiho(*command)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_doubtful_fields_are_logged(
     with caplog.at_level(logging.WARNING):
         load(write_head(tmp_path, head, fields))
     (logged,) = (record.getMessage() for record in caplog.records if "head" in record.getMessage())
-    assert __import__("re").search(message, logged)
+    assert re.search(message, logged)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -325,11 +326,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sliding": (True, {"layer_types": ["sliding_attention"]}, "with a sliding window"),
     "mistral": (False, {"model_type": "mistral"}, "an EAGLE-1 head with layers of the type 'mistral'"),
-    "mistral_architecture": (
-        False,
-        {"architectures": ["EagleMistralForCausalLM"]},
-        "architecture 'EagleMistral",
-    ),
+    "mistral_architecture": (False, {"architectures": ["EagleMistralForCausalLM"]}, "architecture 'EagleMistral"),
     "cohere": (False, {"model_type": "cohere", "logit_scale": 0.0625}, "scales its states .`logit_scale` is 0.0625"),
     "clip": (True, {"clip_qkv": 6.0}, "scales its states .`clip_qkv` is 6.0"),
     "minicpm": (False, {"model_type": "minicpm", "scale_emb": 12}, "scales its states .`scale_emb` is 12"),
@@ -435,6 +432,8 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str, tmp_path:
     [
         ("d2t", lambda d2t: d2t[:, None], r"`d2t` must be 1-D and of integers, got torch\.int64 of shape \(24, 1\)"),
         ("d2t", lambda d2t: d2t > 3, "`d2t` must be 1-D and of integers, got torch.bool"),
+        # Ids in the place of distances.
+        ("d2t", lambda d2t: d2t + torch.arange(24), "`d2t` must name distinct token ids from 0 to 39, but it holds"),
         ("d2t", lambda d2t: d2t[:20], "`t2d` marks other tokens than `d2t` names"),
         ("t2d", lambda t2d: t2d.roll(1), r"`t2d` marks other tokens than `d2t` names, such as \d+"),
         ("t2d", torch.zeros_like, "`t2d` marks other tokens than `d2t` names"),
