@@ -94,10 +94,7 @@ def check_files(
 
 
 def check_folder(name: str, has_config: bool = True) -> None:
-    """
-    Raises `FileNotFoundError` for a missing folder of a model, or a file in its place. Names on the Hub pass: they
-    have at most one slash. `has_config`: whether the model is known by its config alone.
-    """
+    """Raises `FileNotFoundError` for a path that is no model's folder. Names on the Hub, of one slash, pass."""
     if os.path.isfile(name):
         raise UserFileNotFoundError(f"{name!r} is a file. Give a model's folder.")
     if _is_path(name) and not os.path.isdir(name):
