@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import shutil
 import sys
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,9 @@ _EXTRAS = {
 # What a shell reports for a program that Ctrl-C ended: 128, and the number of SIGINT.
 INTERRUPTED = 130
 # A full disk, and what the system does not permit, wherever they are noticed.
-_STATES_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_STATES_OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EROFS)
+_FREE_BYTES = 2**16  # below which a failure is one of the disk
 
 
 @contextmanager
@@ -87,6 +90,25 @@ def make_folder(folder: Path) -> None:
         raise UserOSError(
             f"The folder {str(folder)!r} cannot be made: {error.strerror}. Name another one with --output_dir."
         ) from error
+
+
+@contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Raises `OSError` where something fails within this and the disk of a folder is full, whatever a library says."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not says_full(error) and shutil.disk_usage(folder).free >= _FREE_BYTES:
+            raise
+        message = f"The disk is full ({error}). Make room and run this again: it continues here"
+        raise UserOSError(errno.ENOSPC, message, str(folder)) from error
+
+
+def says_full(error: Exception) -> bool:
+    """Whether an error says that the disk is full. Libraries in other languages have the number only in the text."""
+    return getattr(error, "errno", None) in _FULL or any(f"os error {number})" in str(error) for number in _FULL)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Files of users, whose errors name the file and the line, and files that a stopped run can continue."""
 
-import errno
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from .commands import UserError, UserFileNotFoundError, UserOSError, UserValueError, as_user_errors
+from .commands import UserError, UserFileNotFoundError, UserOSError, UserValueError, as_user_errors, says_full
 
 
 if TYPE_CHECKING:
@@ -379,11 +378,7 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 def way_out(error: Exception) -> str:
     """Returns what to do about an error in writing a file."""
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    # Libraries in other languages have the number only in the text.
-    if is_full or any(f"os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-        return "Make room and run this again: it continues here"
-    return "Remove the cause and run this again: it continues here"
+    return f"{'Make room' if says_full(error) else 'Remove the cause'} and run this again: it continues here"
 
 
 @contextmanager

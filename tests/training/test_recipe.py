@@ -193,6 +193,7 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         (["--target", "t", "--data", "x", "--save_only_model"], "leave --save_only_model out"),
         (["--target", "t", "--data", "x", "--prediction_loss_only"], "leave --prediction_loss_only out"),
         (["--target", "t", "--data", "x", "--report_to", "mlflow"], "install it with `pip install mlflow`"),
+        (["--target", "t", "--data", "x", "--optim", "grokadamw"], "Please install grokadamw"),
         (["--target", "t", "--data", "x", "--measured_new_tokens", "0"], "--measured_new_tokens must be at least 1"),
         (["--target", "t", "--data", "x", "--num_measured_prompts", "-1"], "--num_measured_prompts must be"),
         (["--target", "t", "--data", "x", "--num_eval_rows", "nan"], "--num_eval_rows must be at least 0, got nan"),

@@ -21,9 +21,10 @@ from commands import gumiho, interrupt, refuse
 from hub_cache import write_to_hub_cache
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainerState
 
 from transformers_gumiho.files import sole_writer
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
@@ -243,6 +244,31 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     gumiho(*run)
     assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
     assert_same_drafter(whole, folder / "stopped")
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space (os error 28)"), RuntimeError("pos 8 vs 9")])
+def test_a_full_disk_is_told_and_the_run_goes_on(
+    folder: Path, whole: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries have their own words for it. Within a phase, half a checkpoint stays."""
+    name = f"full {type(error).__name__}"
+    run, save = command(folder, name, *UP_TO_TRAINING), TrainerState.save_to_json
+    begin_from(whole, folder / name)
+
+    def fill(state: TrainerState, path: str) -> None:
+        if state.global_step == 3:
+            raise error
+        save(state, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainerState, "save_to_json", fill)
+        if isinstance(error, RuntimeError):
+            with pytest.raises(RuntimeError, match="pos 8 vs 9"):  # which may have any other reason
+                gumiho(*run)
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        refuse(f"The disk is full ({error}). Make room and run this again: it continues here", *run, "--ignore_plan")
+    gumiho(*run)
+    assert_same_drafter(whole, folder / name)
 
 
 @pytest.mark.parametrize("how", ["gone", "cut"])

@@ -447,21 +447,23 @@ def test_what_the_target_wrote_is_learned_as_it_is(config: PreTrainedConfig) -> 
 TOOLS = [{"type": "function", "function": {"name": "list_paths", "parameters": {}}}]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_tools_documents_and_calls_reach_the_template(as_json: bool, config: PreTrainedConfig) -> None:
+@pytest.mark.parametrize("form", ["values", "json", "functions"])
+def test_tools_documents_and_calls_reach_the_template(form: str, config: PreTrainedConfig) -> None:
     template = (
         "{% if tools %}tools {{ tools | tojson }}\n{% endif %}{% for d in documents or [] %}{{ d.text }}\n{% endfor %}"
         "{% for m in messages %}{{ m.role }}:\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{% for name, value in c.function.arguments.items() %}({{ name }}={{ value }})"
         "{% endfor %}{% endfor %}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
-    arguments: Any = {"path": "a.py"}
+    arguments, as_json = {"path": "a.py"}, form != "values"
     function = {"name": "list_paths", "arguments": json.dumps(arguments) if as_json else arguments}
-    calls = {"function_call": function} if as_json else {"tool_calls": [{"function": function}]}
+    calls = {"function_call": function} if form == "functions" else {"tool_calls": [{"function": function}]}
     messages = [MESSAGES[1], {"role": "assistant", "content": None} | calls]
     messages += [{"role": "tool", "content": "a.py"}, {"role": "assistant", "content": "import os"}]
     columns = {"tools": TOOLS, "documents": [{"text": "a page"}]}
-    columns = {name: json.dumps(value) if as_json else value for name, value in columns.items()}
+    if form == "functions":
+        columns |= {"tools": None, "functions": [tool["function"] for tool in TOOLS]}
+    columns = {name: json.dumps(value) if as_json and value else value for name, value in columns.items()}
     rows, _ = prepare([{"messages": messages} | columns], config, template)
     text = make_tokenizer().decode(rows[0]["input_ids"])
     assert text.startswith('tools [{"type": "function", "function": {"name": "list_paths"')

@@ -88,7 +88,9 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     extras = _parsed(row.get("chat_template_kwargs") or {})
     if not isinstance(extras, dict):
         raise MalformedRowError("its `chat_template_kwargs` are no object, nor the JSON of one")
-    found = {name: _read_objects(row, name) for name in ("tools", "documents") if row.get(name)}
+    found = {name: _read_objects(row, name) for name in ("functions", "tools", "documents") if row.get(name)}
+    if functions := found.pop("functions", []):  # OpenAI's name for them before `tools`
+        found = {"tools": [{"type": "function", "function": function} for function in functions]} | found
     extras |= {name: objects for name, objects in found.items() if objects}  # an empty list is none
     ended, generations = row.get("ended", True), _read_generations(row)
     example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)

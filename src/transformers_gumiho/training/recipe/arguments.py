@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
 from ... import commands
-from ...commands import REQUIRED, UserValueError, check_limits, option
+from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ...model.open_text import parse_template_kwargs
 from .. import GumihoTrainingArguments, Sampling
@@ -176,6 +176,9 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):
         raise UserValueError(f"--report_to needs a library: install it with `pip install {min(missing)}`.")
+    if not training_args.muon:
+        with as_user_errors():  # of a library that is missing, here rather than after the writing
+            Trainer.get_optimizer_cls_and_kwargs(training_args, torch.nn.Linear(1, 1))
     if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
         raise UserValueError("--num_acceptance_prompts needs the target: no --features, but --cache_features false.")
     if args.lora_rank and part:

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from huggingface_hub import HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ...commands import UserValueError, as_user_errors, make_folder
+from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
 from ...files import sole_writer
 from .. import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
@@ -55,7 +55,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
             )
     make_folder(folder / "work")
     run = Run(args, phases, folder, measures)
-    with sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext():
+    alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
+    with full_disk_told(folder), alone:
         if args.restart is not None and not args.plan:
             run.forget(args.restart)
         if args.plan or not run.has_begun:
