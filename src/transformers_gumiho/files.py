@@ -24,7 +24,10 @@ JSON_LINE = "json_line"
 # Who reads a file. JSON may begin with a mark of its encoding; bytes that are no UTF-8 become escapes that it lacks.
 _LINES: dict[str, Any] = {"path": "text", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
 _READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES}
-_READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet", "csv")}
+_READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet")}
+# Texts of a table stay as they are, such as `None`, `NA` and `007`. An empty field holds nothing.
+_TEXTS = dict.fromkeys(("prompt", "completion", "text", "system", "system_prompt"), str)
+_READERS[".csv"] = {"path": "csv", "keep_default_na": False, "na_values": [""], "converters": _TEXTS}
 
 
 # The arguments of `from_pretrained` that say where files are.
@@ -149,7 +152,7 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     path, named_split = Path(name), ""
     is_saved = any((path / file).exists() for file in ("state.json", "dataset_dict.json"))
     kind, files = _kind_of(name), {"train": [escape(name)]}
-    if (kind or _is_path(name)) and not path.exists() and not Path(name.partition(":")[0]).exists():
+    if (kind or _is_path(name)) and not path.exists() and not Path(name.partition(":")[0]).is_dir():
         raise UserFileNotFoundError(
             f"There is no file {name!r}. Give an existing file, a folder, or a name on the Hub."
         )
@@ -168,8 +171,12 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     try:
         with as_user_errors():
             rows = load_from_disk(name) if is_saved else load_dataset(**reader | kwargs, split=split)
+    except (OSError, ModuleNotFoundError):
+        raise
     except DatasetGenerationError as error:
         raise UserValueError(f"{name!r} cannot be read: {error.__cause__}. Repair or replace the file.") from error
+    except Exception as error:  # whatever the library makes of a damaged file
+        raise UserValueError(f"{name!r} cannot be read: {error}") from error
     if is_saved or split is None:
         splits = rows if isinstance(rows, DatasetDict) else DatasetDict(train=rows)
         split = split or ("test" if "test" in splits else next(iter(splits)))
@@ -181,7 +188,7 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
 
 def _kind_of(name: str) -> str:
     """Returns which of the `_READERS` reads a file; empty for none."""
-    kind = Path(name.removesuffix(".gz")).suffix.lower()
+    kind = Path(name.lower().removesuffix(".gz")).suffix
     return kind if kind in _READERS and not name.endswith(_BESIDE) else ""
 
 

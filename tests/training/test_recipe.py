@@ -190,6 +190,7 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         (["--target", "t", "--data", "x", "--drafter", "d", "--output_dir", "e/../d"], "would replace the drafter in"),
         (["--target", "t", "--data", "x", "--output_dir", __file__], "Not a directory"),
         (["--target", "t", "--data", "x", "--resume_from_checkpoint", "true"], "continues from its newest checkpoint"),
+        (["--target", "t", "--data", "x", "--save_only_model"], "leave --save_only_model out"),
         (["--target", "t", "--data", "x", "--prediction_loss_only"], "leave --prediction_loss_only out"),
         (["--target", "t", "--data", "x", "--report_to", "mlflow"], "install it with `pip install mlflow`"),
         (["--target", "t", "--data", "x", "--measured_new_tokens", "0"], "--measured_new_tokens must be at least 1"),

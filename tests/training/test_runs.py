@@ -434,7 +434,7 @@ def test_states_are_kept_where_that_pays(
 
 
 def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the drafter of a phase, nor what the run wrote in `work/`."""
+    """Neither the drafter of a phase, nor what the run wrote in `work/`, nor a file with the user's token."""
     pushed = {}
 
     def upload_folder(self: HfApi, *, folder_path: Path, repo_id: str, ignore_patterns: list[str], **_: Any) -> None:
@@ -445,10 +445,11 @@ def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeyp
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"))
     begin_from(whole, folder / "pushed")
     monkeypatch.chdir(folder / "pushed")  # a card is called after the folder, whatever it is given as
-    gumiho(*command(folder, ".", *UP_TO_TRAINING, "--push_to_hub", "--output_dir", "."))
+    gumiho(*command(folder, ".", *UP_TO_TRAINING, "--push_to_hub", "--hub_token", "hf_secret", "--output_dir", "."))
     assert [*pushed] == ["me/pushed"]
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= pushed["me/pushed"]
     assert not [file for file in pushed["me/pushed"] if file.startswith("work")]
+    assert not [file for file in pushed["me/pushed"] if b"hf_secret" in Path(file).read_bytes()]
     assert "\n# pushed\n" in Path("README.md").read_text()
 
 

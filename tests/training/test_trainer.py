@@ -165,10 +165,11 @@ def test_the_seed_of_the_data_decides_the_order_of_rows(
 
 def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: Path) -> None:
     curves = []
-    for bf16 in (False, True):
+    for bf16 in (False, True, False):
         trainer = trained(target, tmp_path, bf16=bf16, max_steps=20)
         curves.append(losses_of(trainer))
     assert curves[1] == pytest.approx(curves[0], rel=0.1)
+    assert curves[0] == curves[2] != curves[1], "each training of a process has its own precision"
     assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
 
 
@@ -397,6 +398,8 @@ def test_data_without_anything_to_learn_is_refused(target: PreTrainedModel, tmp_
     data = stream(rows) if streams else rows
     with pytest.raises(ValueError, match=r"no state that counts, .*see to `loss_mask`, or `labels`"):
         trained(target, tmp_path, train_dataset=data)
+    with pytest.raises(ValueError, match="no state that counts, so there is nothing to evaluate"):
+        make_trainer(target, tmp_path, eval_dataset=rows).evaluate()
     # One row that teaches something is enough.
     rows = [*rows, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}]
     data = stream(rows) if streams else rows

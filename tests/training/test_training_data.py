@@ -23,7 +23,7 @@ from training_data import (
     make_tokenizer,
     write_jsonl,
 )
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
@@ -31,6 +31,9 @@ from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
 
+ROW = ("input_ids", "loss_mask")
+ENDS_TWICE = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+ALWAYS_OPENS = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
 SHAREGPT = [
     {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in MESSAGES
 ]
@@ -139,6 +142,7 @@ BROKEN = {
     '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
     '{"text": ""}': "has none of `messages`",
     '{"messages": [{"role": "user", "content": [{"text": 5}]}]}': "the content of a message is not text",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}': "the content of a message is not",
     '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}': "by zero",
     '{"prompt": "x", "completion": "y", "tools": "none"}': "its `tools` are no list of objects",
     '{"prompt": "x", "completion": "y", "documents": ["a page"]}': "its `documents` are no list of objects",
@@ -169,8 +173,8 @@ def test_malformed_rows_are_skipped_counted_and_reported(
     assert rows[0] == rows[1]
     assert len(rows) == report.num_texts == 2
     assert sum(map(len, report.problems.values())) == len(BROKEN)
-    for reason in BROKEN.values():
-        assert any(reason in problem for problem in report.problems)
+    for number, reason in enumerate(BROKEN.values(), 1):
+        assert any(reason in problem and number in numbers for problem, numbers in report.problems.items())
         assert reason in str(report)
 
 
@@ -214,10 +218,12 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     dataset.save_to_disk(tmp_path / "folder")
     Dataset.from_dict({"messages": [json.dumps(MESSAGES)] * 3}).to_csv(tmp_path / "data.csv")
     (tmp_path / "DATA.JSONL").write_text((tmp_path / "data.jsonl").read_text())
-    (tmp_path / "data.jsonl.gz").write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
+    for name in ("data.jsonl.gz", "MORE.JSONL.GZ"):
+        (tmp_path / name).write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
     cached = load_dataset("parquet", data_files=str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "cache"))
     names = [Path(cached["train"].cache_files[0]["filename"]).parent]
-    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL", "data.jsonl.gz"]
+    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL"]
+    names += ["data.jsonl.gz", "MORE.JSONL.GZ"]
     # These characters are patterns elsewhere.
     (tmp_path / "folder [1]").mkdir()
     names += ["data[1].jsonl", "folder [1]"]
@@ -234,9 +240,47 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     for missing in (str(tmp_path / "missing.jsonl"), "./missing.txt", str(tmp_path / "missing")):
         with pytest.raises(FileNotFoundError, match="There is no file"):
             load_conversations(missing)
-    (tmp_path / "data.json").write_bytes('[{"text": "d\xe9f"}]'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"data.json' cannot be read: .*UTF-8"):
-        load_conversations(str(tmp_path / "data.json"))
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*data.jsonl:train'"):
+        load_conversations(str(tmp_path / "data.jsonl:train"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("data.json", '[{"text": "d\xe9f"}]'.encode("latin-1"), "UTF-8"),
+        ("data.json", b"[]", "no data"),
+        ("data.parquet", b"PAR1", "4 bytes"),
+        ("empty", b"", "index out of range"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named(name: str, data: bytes, message: str, tmp_path: Path) -> None:
+    if data:
+        (tmp_path / name).write_bytes(data)
+    else:
+        Dataset.from_dict({"text": []}).save_to_disk(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}' cannot be read: .*{message}"):
+        load_conversations(str(tmp_path / name))
+
+
+def test_a_table_of_texts_keeps_them_as_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": "null", "completion": "007"}, {"prompt": "NA", "completion": None}]
+    (tmp_path / "data.csv").write_text("prompt,completion\nnull,007\nNA,\n" + "1,2\n" * 10_000 + "a,b\n")
+    found = load_conversations(str(tmp_path / "data.csv"))
+    assert [*found.select(range(3))] == [*rows, {"prompt": "1", "completion": "2"}]
+    assert found[10_002] == {"prompt": "a", "completion": "b"}, "the library reads a large file in parts"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "transformed"])
+def test_the_format_of_a_dataset_does_not_matter(kind: str, config: PreTrainedConfig) -> None:
+    plain = Dataset.from_list([{"messages": MESSAGES}] * 3)
+    expected = prepare([{"messages": MESSAGES}] * 3, config)[0].to_list()
+    if kind == "transformed":
+        hidden = plain.rename_column("messages", "hidden")
+        dataset = hidden.with_transform(lambda rows: {"messages": rows["hidden"]})
+    else:
+        dataset = plain.with_format(kind)
+    assert prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)[0].to_list() == expected
+    assert "1 of 3 rows can be used, with 2 answers" in usable_rows(dataset, make_tokenizer(), 256)[1]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "one.jsonl", "one.json"])
@@ -283,6 +327,19 @@ def test_a_folder_is_read_as_its_card_says(tmp_path: Path) -> None:
     assert len(load_conversations(str(tmp_path))) == 2
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: new/*.jsonl\n---\n")
     assert load_conversations(str(tmp_path)).to_list() == [{"text": "new"}]
+
+
+@pytest.mark.parametrize("template", [ENDS_TWICE, ALWAYS_OPENS])
+def test_what_a_template_writes_after_an_answer_is_not_learned(template: str) -> None:
+    """The end of the whole text (Phi-3.5), or the opening of a further answer (DeepSeek Coder)."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    config, dataset = LlamaConfig(vocab_size=len(tokenizer)), Dataset.from_list([{"messages": MESSAGES}])
+    rows, _ = prepare_dataset(dataset, tokenizer, config, packing=False)
+    learned = [token if counts else 0 for token, counts in zip(*map(rows[0].get, ROW), strict=True)]
+    texts = tokenizer.decode(learned).split(tokenizer.decode(0))
+    assert [text for text in texts if text] == ["import os", "return self.path"]
+    assert len(rows) == 1, "the turns are one text"
 
 
 def test_packing_keeps_every_text_whole_and_wastes_little(config: PreTrainedConfig) -> None:
@@ -467,6 +524,13 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
         ([{"text": ""}, {"text": ""}], {}, r"No row of the dataset can be used:\n.*2 left out"),
         ([{"messages": MESSAGES}], {"template": None}, "has no chat template"),
         ([{"text": "x"}], {"max_length": 5000}, "at most the target's 4096 positions, got 5000"),
+        ([{"text": "x"}], {"chat_template_kwargs": "x"}, "names and values such as .*, got 'x'"),
+        ([{"text": "x"}], {"chat_template_kwargs": {"enable-thinking": 1}}, "got {'enable-thinking': 1}"),
+        (
+            [{"messages": MESSAGES}],
+            {"template": {"rag": CHATML}},
+            "left out 1.*multiple chat templates with no default",
+        ),
     ],
 )
 def test_unusable_data_is_refused(
@@ -526,6 +590,7 @@ def test_packed_rows_and_others_share_a_batch() -> None:
         ({"input_ids": [1] * 6}, "has 6 tokens, but target and drafter have positions for 5"),
         ({"input_ids": [3, -1]}, "holds the token -1, but target and drafter know 10 tokens"),
         ({"input_ids": []}, "A row holds no tokens"),
+        ({"input_ids": [3, 4, 0], "attention_mask": [1, 1, 0]}, "A row is padded: .* Tokenize without padding"),
         ({"input_ids": [3, 4], "loss_mask": [1, 0.5]}, r"holds 0\.5. Give 1 for states that count, 0 for all"),
         ({"input_ids": [3, 4], "labels": [-100]}, "has 2 tokens, but its `labels` is for 1"),
     ],

@@ -305,13 +305,13 @@ def test_tokens_that_the_target_does_not_have_are_told(serve: Serve, tmp_path: P
         write(make_engine(server.url), tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("status", [None, 429, 503])
 def test_where_one_server_fails_the_others_go_on(
-    serve: Serve, tmp_path: Path, answers: bool, capsys: pytest.CaptureFixture[str]
+    serve: Serve, tmp_path: Path, status: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    busy = serve(lambda *_: (503, {"error": "busy"}), {"retry-after-ms": "10"})
-    fails, works = busy.url if answers else f"http://localhost:{free_port()}", serve(by_ids).url
-    told = r"(refuses \(503\)|does not answer)" if answers else "does not answer: .*refused"
+    busy = serve(lambda *_: (status, {"error": "busy"}), {"retry-after-ms": "10"})
+    fails, works = busy.url if status else f"http://localhost:{free_port()}", serve(by_ids).url
+    told = rf"(refuses \({status}\)|does not answer)" if status else "does not answer: .*refused"
     rows = write(make_engine([fails, works], max_retries=1), tmp_path / "a.jsonl")
     assert all("messages" in row for row in rows)
     assert capsys.readouterr().out.count("The other servers go on.") == 1

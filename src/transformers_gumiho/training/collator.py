@@ -96,6 +96,10 @@ def _check_columns(row: Mapping[str, Any]) -> None:
     length = len(row["input_ids"])
     if not length:
         raise UserValueError("A row holds no tokens. Leave such rows out of the dataset.")
+    if row.get("attention_mask") is not None and 0 in row["attention_mask"]:
+        raise UserValueError(
+            "A row is padded: its `attention_mask` holds 0. Tokenize without padding, as rows are padded in batches."
+        )
     for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
         if row.get(name) is not None and len(row[name]) != length:
             raise UserValueError(f"A row has {length} tokens, but its `{name}` is for {len(row[name])}.")

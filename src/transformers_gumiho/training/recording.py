@@ -72,8 +72,8 @@ def record(
         share: Share of the calls that are recorded. Which ones is drawn without PyTorch's or Python's random state.
 
     Raises:
-        ValueError: There is no tokenizer, the folder was recorded from another target or with another tokenizer, or a
-            number is out of range.
+        ValueError: `target` or `tokenizer` is none, the folder was recorded from another target or with another
+            tokenizer, or a number is out of range.
         OSError: The folder cannot be written.
 
     Example:
@@ -96,6 +96,10 @@ def record(
     ```
     """
     inner, folder = unwrap_model(target), Path(folder)
+    if not isinstance(inner, PreTrainedModel) or isinstance(inner, GumihoModel):
+        raise UserValueError(f"A target is recorded while it is drafted for, got a {type(inner).__name__}.")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise UserValueError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
     if not (0 < share <= 1 and max_gigabytes > 0):
         raise UserValueError(
             f"`share` must be above 0 and at most 1, got {share}, and `max_gigabytes` above 0, got {max_gigabytes}."

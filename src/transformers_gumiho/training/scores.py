@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
+from ..commands import UserValueError
 from ..generation.verification.placement import input_device
 from ..generation.verification.requirements import ONE_ROW_EACH
 from ..model.decoding_settings import NEVER_PAUSES
@@ -97,6 +98,16 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
             metrics[f"{predictor.name}_{name}"] = value
             metrics["loss"] += weight * value
     return metrics
+
+
+def evaluation_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]) -> dict[str, float]:
+    """As [`agreement_metrics`]. Raises `ValueError` where nothing was evaluated, as no loss or agreement is 0 then."""
+    if not table[..., POSITIONS].any():
+        raise UserValueError(
+            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
+            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
+        )
+    return agreement_metrics(table, drafter_predictors)
 
 
 @torch.no_grad()

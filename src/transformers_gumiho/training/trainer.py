@@ -30,7 +30,7 @@ from .losses.positions import count_positions
 from .losses.predictors import LossWeights, Predictor, predictors
 from .model_card import model_card_of
 from .muon import muon_of
-from .scores import agreement_metrics, score_predictions, shared_tau
+from .scores import agreement_metrics, evaluation_metrics, score_predictions, shared_tau
 from .target_features import OnlineFeatures, add_noise
 
 
@@ -118,7 +118,7 @@ class GumihoTrainer(Trainer):
                 drafter.config.get_text_config().vocab_size, checks.num_positions(drafter, self.target_features)
             ),
         )
-        kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
+        kwargs.setdefault("compute_metrics", lambda scored: evaluation_metrics(scored.predictions, self._predictors()))
         kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.

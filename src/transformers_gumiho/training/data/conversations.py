@@ -138,7 +138,7 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     role, calls = _ROLES.get(str(name).lower()), _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
     parts: list[Any] = content if isinstance(content, list) else [None]
-    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    if all(isinstance(part, dict) and isinstance(part.get("text"), str) and _is_text(part) for part in parts):
         content = "".join(part["text"] for part in parts)
     is_open = role == "assistant" and not answered
     if name is None or (content is None and not (calls or reasoning or is_open)):
@@ -154,6 +154,11 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     if reasoning:
         message |= dict.fromkeys(REASONING, reasoning)
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a content is text: the fields of an image may include an empty one."""
+    return str(part.get("type", "text")).endswith("text")
 
 
 def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:

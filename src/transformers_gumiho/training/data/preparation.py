@@ -18,7 +18,7 @@ from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 5
+_FORMAT = 6
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
 _COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
@@ -165,6 +165,20 @@ def usable_rows(
     return dataset.select(looks["row"]), report
 
 
+def plain_rows(dataset: Dataset) -> Dataset:
+    """
+    Returns a dataset whose rows are Python's objects, whatever format it has; a transformed one stays transformed.
+    Raises `ValueError` for a stream and for an empty dataset.
+    """
+    if not isinstance(dataset, Dataset):
+        raise UserValueError(
+            f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once."
+        )
+    if not len(dataset):
+        raise UserValueError("The dataset is empty. Check its name and split.")
+    return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
+
+
 def held_out_numbers(num_rows: int, num_eval_rows: float, seed: int) -> list[int]:
     """
     Returns the rows to hold out of `num_rows`, in random order: `num_eval_rows`, at most a tenth, or if below 1, this
@@ -206,19 +220,14 @@ def _read_rows(
     Returns what `read` makes of each row, next to the number of the `row`; and the numbers of those that cannot be
     used, by reason.
     """
-    if not isinstance(dataset, Dataset):
-        raise UserValueError(
-            f"The dataset must be a `datasets.Dataset`, got {type(dataset).__name__}. Load it at once."
-        )
-    if not len(dataset):
-        raise UserValueError("The dataset is empty. Check its name and split.")
+    dataset = plain_rows(dataset)
     Renderer(tokenizer)  # refuses a tokenizer that it cannot read
     features = Features(columns | {"row": Value("int64"), "problem": Value("string")})
     settings |= {"read": read, "tokenizer": tokenizer, "names": [*features], "format_version": _FORMAT}
     found = dataset.map(
         _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
         features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
-    )  # fmt: skip
+    ).with_format(None)  # fmt: skip
     problems: dict[str, list[int]] = {}
     for number, problem in zip(found["row"], found["problem"], strict=True):
         if problem:

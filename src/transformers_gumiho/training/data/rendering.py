@@ -63,14 +63,26 @@ class Renderer:
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     @cached_property
-    def end_of_answer(self) -> int:
-        """The token with which the chat template ends an answer; without one, the tokenizer's end of a text."""
+    def _after_answer(self) -> tuple[int, str]:
+        """
+        The token with which the chat template ends an answer, without one the tokenizer's end of a text; and what it
+        writes after that, such as the end of the whole text, or the opening of a next answer that nobody asked for.
+        """
         try:
             text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], {})
         except ValueError:
             text = ""
         after = self.encode(text.partition(MARK)[2])
-        return next((token for token in after if token in self._special), self.tokenizer.eos_token_id)
+        end = next((n for n, token in enumerate(after) if token in self._special), None)
+        if end is None:
+            return self.tokenizer.eos_token_id, ""
+        rest = self.decode(after[end + 1 :])
+        return after[end], rest if rest.strip() else ""
+
+    @property
+    def end_of_answer(self) -> int:
+        """The token that ends an answer."""
+        return self._after_answer[0]
 
     def after_marks(self, text: str) -> str:
         """Returns what follows the last special token of a text."""
@@ -91,7 +103,7 @@ class Renderer:
         if example.text:
             return [self._raw_text(example)]
         tokenizer = self.tokenizer
-        if tokenizer.chat_template and _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        if tokenizer.chat_template and _GENERATION_MARK.search(self._template(example.extras)):
             texts = [self._marked(example)]
         else:
             texts = [self._turn(example, turn) for turn in example.turns]
@@ -112,7 +124,7 @@ class Renderer:
         """Returns the conversation up to an answer, of which the answer's own tokens are learned."""
         before, message = example.messages[:turn], example.messages[turn]
         prompt = self._render(before, example.extras, add_generation_prompt=True)
-        whole = self._render([*before, message], example.extras)
+        whole = self._render([*before, message], example.extras).removesuffix(self._after_answer[1])
         if not whole.startswith(prompt):
             raise MalformedRowError(UNCLEAR)
         answer, content = whole[len(prompt) :], (message["content"] or "").strip()
@@ -167,6 +179,13 @@ class Renderer:
 
     def _num_to_last_special(self, ids: list[int]) -> int:
         return max((n for n, token in enumerate(ids, 1) if token in self._special), default=0)
+
+    def _template(self, extras: Mapping[str, Any]) -> str:
+        """Returns the template of a row: some tokenizers have another one for tools."""
+        try:
+            return self.tokenizer.get_chat_template(tools=extras.get("tools"))
+        except ValueError as error:
+            raise MalformedRowError(f"the chat template refuses it: {error}") from error
 
     def _render(self, messages: Messages, extras: Mapping[str, Any], **settings: Any) -> str:
         return str(self._apply(messages, extras, tokenize=False, **settings))

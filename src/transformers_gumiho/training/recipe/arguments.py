@@ -170,6 +170,8 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
     part = training_args.train_only
     if training_args.resume_from_checkpoint is not None:
         raise UserValueError("A run continues from its newest checkpoint: leave --resume_from_checkpoint out.")
+    if training_args.save_only_model:
+        raise UserValueError("A run continues from the optimizer's state, too: leave --save_only_model out.")
     if training_args.prediction_loss_only:
         raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate import PartialState
 from huggingface_hub import HfApi
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors
 from ...files import sole_writer
@@ -93,14 +94,14 @@ def phases_of(
 
 
 def _push(folder: Path, args: GumihoTrainingArguments) -> None:
-    """Uploads the drafter to the Hub, without what it was made from."""
+    """Uploads the drafter to the Hub, without what it was made from, and without the arguments, which hold a token."""
     with as_user_errors():
         api = HfApi(token=args.hub_token)
         name = args.hub_model_id or folder.resolve().name
         repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
         api.upload_folder(
-            repo_id=repository, folder_path=folder, revision=args.hub_revision, ignore_patterns=["work/*"],
-            commit_message="A drafter of `gumiho train`",
+            repo_id=repository, folder_path=folder, revision=args.hub_revision,
+            ignore_patterns=["work/*", TRAINING_ARGS_NAME], commit_message="A drafter of `gumiho train`",
         )  # fmt: skip
     say(f"pushed to {repository}")
 

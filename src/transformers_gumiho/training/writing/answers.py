@@ -14,6 +14,7 @@ from ...files import MalformedRowError
 from ...model.open_text import with_template_kwargs
 from ..data.conversations import Example, first_question, read_row
 from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from ..data.preparation import plain_rows
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Sampling, Task
 from .row_file import Engine, in_words, row_file
@@ -78,12 +79,12 @@ def regenerate_dataset(
 
     Raises:
         EndpointError: The server does not answer. What was written stays.
-        ValueError: The file was begun with other settings, no row could be answered, or what the target computes is
-            not finite.
+        ValueError: The dataset is a stream or empty, the file was begun with other settings, no row could be answered,
+            or what the target computes is not finite.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
-    renderer = Renderer(tokenizer)
+    dataset, renderer = plain_rows(dataset), Renderer(tokenizer)
     begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
     begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
 

@@ -17,7 +17,9 @@ from .requests import Completion, Request, Task
 
 
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
+_BUSY = (408, 409, 429)  # what the client asks again, and other servers may answer
 _FAULT = 500  # which may concern one request, too
+_SECONDS = 3600  # for an answer: with many requests at a time, each of them waits for the others
 _NUM_REFUSALS = 32  # refusals at the start, after which the run stops
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -57,7 +59,7 @@ class ServerEngine:
         api_key: str | None = None,
         max_retries: int = 8,
     ):
-        from openai import OpenAI
+        from openai import OpenAI, Timeout
 
         self.urls = [urls] if isinstance(urls, str) else list(urls)
         for url in self.urls:
@@ -68,6 +70,7 @@ class ServerEngine:
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
+        settings["timeout"] = Timeout(_SECONDS, connect=10)
         urls = [f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in self.urls]
         self._clients = deque(OpenAI(base_url=url, **settings) for url in urls)
         self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
@@ -185,7 +188,8 @@ class ServerEngine:
                 is_of_row = error.status_code == _FAULT and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
-                failure, is_down = f"{error.request.url} refuses {said}", error.status_code >= _FAULT
+                is_down = error.status_code in _BUSY or error.status_code >= _FAULT
+                failure = f"{error.request.url} refuses {said}"
             except openai.APIConnectionError as error:
                 cause, is_down = error, True
                 failure = f"{error.request.url} does not answer: {error.__cause__ or error}"
