@@ -466,4 +466,6 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path) -> None:
         assert not (tmp_path / "other").exists()
     make_drafter(make_target()).save_pretrained(tmp_path / "of another")
     options = tmp_path / "of another", "--output_dir", tmp_path / "other"
+    recorded = "attach", DEMO_TARGET, DEMO_DRAFTER, *options[1:], "--record", __file__
+    refuse("is a file. Name a folder with --record", *recorded)
     refuse("has a vocabulary of 8, and the target one of 4096", "attach", DEMO_TARGET, *options)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import time
 from typing import Any
 
@@ -96,12 +97,12 @@ def test_logits_are_those_of_the_target_whatever_a_processor_writes(pair: Pair) 
 
 
 @pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
-@pytest.mark.parametrize("max_length", [3, 5, 12, 60])
-def test_length_criterion_of_the_caller(pair: Pair, max_length: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize("max_length", [3, 5, 12, 12.5, 60])
+def test_length_criterion_of_the_caller(pair: Pair, max_length: float, lengths: list[int]) -> None:
     """Also of a prompt that is as long already: criteria are asked after a token."""
     criteria = [MaxLengthCriteria(max_length)]
     output = equals_plain(*pair, lengths=lengths, stopping_criteria=criteria)
-    assert output.sequences.shape[1] == max(max_length, 6)
+    assert output.sequences.shape[1] == max(math.ceil(max_length), 6)
 
 
 @pytest.mark.parametrize("eos_token_id", [[token] for token in range(VOCAB_SIZE)] + [[1, 5], list(range(8))])
@@ -113,10 +114,10 @@ def test_ends_at_the_token_where_plain_generation_ends(pair: Pair, eos_token_id:
 
 
 # All other lengths up to 15 are in test_costs.
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 9])
-def test_max_new_tokens_and_max_length(pair: Pair, max_new_tokens: int) -> None:
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 9, 9.5])
+def test_max_new_tokens_and_max_length(pair: Pair, max_new_tokens: float) -> None:
     for settings in ({"max_new_tokens": max_new_tokens}, {"max_new_tokens": None, "max_length": 5 + max_new_tokens}):
-        assert equals_plain(*pair, **settings).sequences.shape[1] == 5 + max_new_tokens
+        assert equals_plain(*pair, **settings).sequences.shape[1] == 5 + math.ceil(max_new_tokens)
 
 
 class StopsAfterPattern(StoppingCriteria):

@@ -120,6 +120,9 @@ def test_speeds_are_those_of_the_clock(target: PreTrainedModel, monkeypatch: pyt
     row = next(row for row in summarize(samples) if row.mode == "slow" and row.category == "overall")
     assert row.speedup < 1
     assert "**slower than plain**" in markdown([row])
+    as_fast = replace(row, with_plain=replace(row.with_plain, ratio=0.996))
+    assert "| 1.00 (" in markdown([as_fast])
+    assert "slower" not in markdown([as_fast])  # what stands there says nothing else
 
 
 def make_sample(mode: str, question: int, seconds: float, category: str = "a", **overrides: object) -> Sample:

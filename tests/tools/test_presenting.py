@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -550,11 +551,30 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
 
 
+def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
+    """A service may start them so."""
+    for words in (
+        ["--help"],
+        ["generate", *OPTIONS],
+        ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"],
+    ):
+        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho.cli", *words]))
+        subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
+    assert (tmp_path / "t.svg").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
         ("generate", ["--target", "no/such/folder"], "There is no folder 'no/such/folder'. Give an existing"),
         ("generate", ["--assistant", "./gumihoo"], "There is no folder './gumihoo'"),
+        ("generate", ["--target", ""], "--target is empty. Give a value, or leave the option out"),
+        ("generate", ["--target", __file__], f"{__file__!r} is a file. Give a model's folder"),
+        ("generate", ["--target", DEMO_TARGET.parent], f"{str(DEMO_TARGET.parent)!r} has no config.json, so it holds"),
+        ("generate", ["--assistant", __file__], f"{__file__!r} is a file. Give a model's folder"),
+        ("generate", ["--prompts", "p.jsonl"], "--prompt and --prompts cannot be given together"),
+        ("generate", ["--chat_template_kwargs", '{"a": 1}'], "--chat_template_kwargs has no effect: the tokenizer of"),
+        ("generate", ["--chat_template", DEMO_TARGET], f"There is no file {str(DEMO_TARGET)!r}"),
         ("generate", ["--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
         ("generate", ["--temperature", "nan"], "--temperature must be at least 0, got nan"),
         ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),

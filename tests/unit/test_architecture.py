@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "model generation.tree generation.verification generation.drafting generation tools.pairs tools.measuring"
     ),
     "tools": "files model generation training.recipe tools.pairs tools.benchmarking tools.tuning",
-    "vllm": "model",
+    "vllm": "files model",
     "custom_generation": "internals model generation training",
     "__init__": "internals model generation.verification generation.drafting generation training",
     "cli": "training.recipe tools.benchmarking tools.tuning tools.presenting tools",

@@ -373,6 +373,8 @@ def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
         GumihoConfig.from_pretrained(tmp_path / "bare")
 
 
+# For heads of eight numbers.
+LONGROPE = {"type": "longrope", "short_factor": 4 * [1.0], "long_factor": 4 * [2.0]}
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": "4"}, "`num_attention_heads` must be an integer above 0, got '4'"),
     ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer above 0, got 0"),
@@ -397,9 +399,24 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-3"}, "'rms_norm_eps' expected float, got str"),
     ({"rope_theta": "100"}, "`rope_theta` must be a number above 0, got '100'"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, got 'linear'"),
-    ({"rope_scaling": {"type": "linear"}}, "rotary embedding that is not known: .*`factor` is None"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rotary embedding that is not known: .*`factor` is '2'"),
-    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "not known: .*`low_freq_factor` is None"),
+    ({"rope_scaling": {"type": "linear"}}, "`factor` of a linear rotary embedding must be a number above 0, got None"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` of .* must be a number above 0, got '2'"),
+    ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"`factor` of .* must be a number above 0, got \[2\.0\]"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+        "`beta_fast` of a yarn rotary embedding must be a number, got '32'",
+    ),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "`low_freq_factor` of a llama3 rotary .* got None"),
+    ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` .* a list of 4 numbers .*got \[1\.0,"),
+    ({"rope_scaling": LONGROPE | {"long_factor": 1.0}}, r"`long_factor` of .* a list of 4 numbers .*got 1\.0"),
+    ({"rope_scaling": LONGROPE | {"long_factor": []}}, r"`long_factor` of .* a list of 4 numbers .*got \[\]"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5}}, r"gives `rope_theta` as 100\.0 and as 5"),
+    ({"eagle_config": {"rope_theta": 5.0}}, r"gives `rope_theta` as 100\.0 and as 5\.0"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "as 'linear' and as 'yarn'"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+        r"gives `factor` as 4\.0 and as 2\.0",
+    ),
 ]  # fmt: skip
 
 
@@ -417,7 +434,10 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str, tmp_path:
         ("d2t", lambda d2t: d2t > 3, "`d2t` must be 1-D and of integers, got torch.bool"),
         # Ids in the place of distances.
         ("d2t", lambda d2t: d2t + torch.arange(24), "`d2t` must name distinct token ids from 0 to 39, but it holds"),
-        ("d2t", lambda d2t: d2t[:20], r"d2t is \(20,\), expected \(24,\)"),
+        ("d2t", lambda d2t: d2t[:20], "`t2d` marks other tokens than `d2t` names"),
+        ("t2d", lambda t2d: t2d.roll(1), r"`t2d` marks other tokens than `d2t` names, such as \d+"),
+        ("t2d", torch.zeros_like, "`t2d` marks other tokens than `d2t` names"),
+        ("t2d", lambda t2d: torch.ones(2, 3), "`t2d` marks other tokens than `d2t` names"),
         ("lm_head.weight", torch.sum, r"lm_head\.weight is \(\), expected \(40, 32\)"),
         ("layers.0.self_attn.k_proj.weight", torch.sum, "it has no matrix `layers.0.self_attn.k_proj.weight`"),
     ],

@@ -102,13 +102,19 @@ def test_auto_classes_load_the_drafter_with_its_settings(tmp_path: Path, auto_cl
         ({"num_parallel_heads": -1}, "`num_parallel_heads` must be at least 0, got -1"),
         ({"num_residual_blocks": -1}, "`num_residual_blocks` must be at least 0, got -1"),
         ({"embedding_size": 0}, "`embedding_size` must be at least 1, or None, got 0"),
+        ({"target_layer_ids": []}, r"`target_layer_ids` must be None or numbers of layers in rising order.* got \[\]"),
+        ({"target_layer_ids": [4, 3, -1]}, r"numbers of layers in rising order, from 0 up, got \[4, 3, -1\]"),
         ({"model": {"model_type": "gpt2"}}, "must describe a Llama .* got model_type 'gpt2'"),
         ({"num_serial_tokens": "two"}, "num_serial_tokens"),
     ],
 )
-def test_config_is_validated(fields: dict[str, Any], message: str) -> None:
+def test_config_is_validated(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=message):
         GumihoConfig(**fields)
+    small_config().save_pretrained(tmp_path)
+    if "model" not in fields:
+        with pytest.raises(ValueError, match=message):  # also where it replaces what is in the file
+            GumihoConfig.from_pretrained(tmp_path, **fields)
 
 
 @pytest.mark.parametrize("config_class", [MambaConfig, RwkvConfig])

@@ -328,6 +328,19 @@ def test_widths_that_differ_are_refused(tmp_path: Path, read_drafter: Callable[[
         read_drafter(tmp_path)
 
 
+def test_a_damaged_file_of_settings_is_none_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+) -> None:
+    GumihoModel.from_target(make_target(num_layers=3)).save_pretrained(tmp_path)
+    settings = tmp_path / "generation_config.json"
+    for text in ('{"draft_vocabulary": [1, 2', "[1]"):
+        settings.write_text(text)
+        with pytest.raises(OSError, match=r"`generation_config\.json` of .* is damaged: it holds no JSON object"):
+            read_drafter(tmp_path, monkeypatch)
+    settings.unlink()
+    assert read_drafter(tmp_path, monkeypatch).draft_vocabulary is None
+
+
 @pytest.mark.parametrize("num_heads", [0, 2])
 @pytest.mark.parametrize(("is_eagle3", "method"), [(False, "eagle"), (True, "eagle3")])
 def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
