@@ -1,7 +1,6 @@
 """Generation and training on pretend accelerators: no devices are mixed, and the host waits no more than it has to."""
 
 import itertools
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +24,6 @@ from transformers_gumiho.generation.observers import GenerationObserver, observi
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
-from transformers_gumiho.generation.verification.experts import experts_of_decoding
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
 from transformers_gumiho.internals import experts_function
@@ -337,18 +335,3 @@ def test_single_tokens_run_the_experts_of_plain_decoding(device: str, experts_ru
         experts_run.clear()
         target(prompt[:, :1])
         assert set(experts_run) == {("grouped_mm", 1)}
-
-
-def test_other_threads_keep_their_experts(experts_run: list[tuple[str, int]]) -> None:
-    target = make_target("mixtral").float()
-    target.set_experts_implementation("grouped_mm")
-    states = torch.zeros(1, 1, target.config.hidden_size)
-    with pretending(), torch.no_grad():
-        target.to("cuda")
-        with experts_of_decoding():
-            thread = threading.Thread(target=lambda: target.model.layers[0].mlp(states))
-            thread.start()
-            thread.join()
-            target.model.layers[0].mlp(states.to("cuda"))
-        target.to("cpu")
-    assert experts_run == [("grouped_mm", 1), ("batched_mm", 1)]

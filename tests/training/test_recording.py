@@ -326,7 +326,7 @@ def test_a_drafter_trains_on_what_was_recorded_and_on_other_data_of_the_target(t
     with pytest.raises(ValueError, match=r"other/made_from.json' was created with different settings: model"):
         train([tmp_path / "recorded", tmp_path / "other"], tmp_path / "out")
     with record(target, tmp_path / "layers", TOKENIZER):
-        generate(pair[0], make_drafter(pair[0], target_layer_ids=[0, 1]))
+        generate(target, make_drafter(target, target_layer_ids=[0, 1]))
     with pytest.raises(ValueError, match=r"layers/made_from.json' was created .*target_layer_ids"):
         train([tmp_path / "recorded", tmp_path / "layers"], tmp_path / "out")
     second = make_tokenizer()
@@ -337,7 +337,8 @@ def test_a_drafter_trains_on_what_was_recorded_and_on_other_data_of_the_target(t
         train([tmp_path / "recorded", tmp_path / "tokens"], tmp_path / "out")
 
 
-def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path, target: PreTrainedModel) -> None:
+def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path) -> None:
+    target = make_target(num_layers=3)
     with pytest.raises(ValueError, match=r"No tokenizer can be loaded from ''.*Give `tokenizer`"):
         record(target, tmp_path / "none")
     for wrong in ({"share": 0}, {"share": 1.5}, {"max_gigabytes": 0}):
