@@ -329,16 +329,16 @@ def test_widths_that_differ_are_refused(tmp_path: Path, read_drafter: Callable[[
 
 
 def test_a_damaged_file_of_settings_is_none_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
+    tmp_path: Path, read_drafter: Callable[[Path], Any]
 ) -> None:
     GumihoModel.from_target(make_target(num_layers=3)).save_pretrained(tmp_path)
     settings = tmp_path / "generation_config.json"
     for text in ('{"draft_vocabulary": [1, 2', "[1]"):
         settings.write_text(text)
         with pytest.raises(OSError, match=r"`generation_config\.json` of .* is damaged: it holds no JSON object"):
-            read_drafter(tmp_path, monkeypatch)
+            read_drafter(tmp_path)
     settings.unlink()
-    assert read_drafter(tmp_path, monkeypatch).draft_vocabulary is None
+    assert read_drafter(tmp_path).draft_vocabulary is None
 
 
 @pytest.mark.parametrize("num_heads", [0, 2])
