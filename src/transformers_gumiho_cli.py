@@ -5,6 +5,7 @@ Importing the package takes seconds, because it imports PyTorch. So this module 
 `gumiho --version` and a misspelled command answer at once.
 """
 
+import os
 import sys
 from importlib.metadata import version
 
@@ -28,6 +29,9 @@ _COMMANDS = [line.split()[0] for line in _USAGE.splitlines() if line.startswith(
 
 def main() -> None:
     """Runs the command that the command line names."""
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:  # as where a service starts a program, or after `>&-`
+            setattr(sys, stream, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (until the end)
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "--version":
         sys.stdout.write(f"gumiho {version('transformers-gumiho')}\n")

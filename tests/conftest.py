@@ -3,7 +3,9 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -90,6 +92,23 @@ def _forget_compiled() -> Iterator[None]:
     counters.clear()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
+    """Notes from now on each call (its `args` and `kwargs`) of a function of a module, class or object."""
+
+    def note(owner: Any, name: str) -> list[Any]:
+        run, calls = getattr(owner, name), []
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            calls.append(mock.call(*args, **kwargs))
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+        return calls
+
+    return note
 
 
 @pytest.fixture

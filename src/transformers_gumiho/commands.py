@@ -82,6 +82,16 @@ def as_user_errors() -> Iterator[None]:
         raise UserValueError(str(error)) from error
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder of `--output_dir`, unless it is there. Raises `OSError` where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserOSError(
+            f"The folder {str(folder)!r} cannot be made: {error.strerror}. Name another one with --output_dir."
+        ) from error
+
+
 @contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
     """Raises `OSError` where something fails within this and the disk of a folder is full, whatever a library says."""
@@ -197,6 +207,10 @@ def parse(
         *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    # As of a variable that a script has not set: an empty folder would be the one that the script runs in.
+    for item, value in ((item, vars(options)[item.name]) for options in parsed for item in fields(options)):
+        if value == "" != item.default:
+            raise UserValueError(f"--{item.name} is empty. Give a value, or leave the option out.")
     for option_name in ("seed", "data_seed"):
         value = next((vars(options)[option_name] for options in parsed if option_name in vars(options)), None)
         if not 0 <= (value or 0) < _NUM_SEEDS:

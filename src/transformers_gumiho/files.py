@@ -92,15 +92,18 @@ def check_files(
         ) from cause
 
 
-def check_folder(name: str) -> None:
-    """
-    Raises `FileNotFoundError` for a missing folder of a model. Names on the Hub pass: they have at most one slash.
-    """
-    if _is_path(name) and not Path(name).is_dir():
+def check_folder(name: str, has_config: bool = True) -> None:
+    """Raises `FileNotFoundError` for a path that is no model's folder. Names on the Hub, of one slash, pass."""
+    if os.path.isfile(name):
+        raise UserFileNotFoundError(f"{name!r} is a file. Give a model's folder.")
+    if _is_path(name) and not os.path.isdir(name):
         raise UserFileNotFoundError(
             f"There is no folder {name!r}. Give an existing folder, or a name on the Hub such as "
             f"'amd/Gumiho-llama3-8b'."
         )
+    configs = ("config.json", "adapter_config.json")
+    if has_config and os.path.isdir(name) and not any(Path(name, config).is_file() for config in configs):
+        raise UserFileNotFoundError(f"{name!r} has no config.json, so it holds no model. Give a model's folder.")
 
 
 def _is_path(name: str) -> bool:
@@ -117,7 +120,7 @@ def read_text(path: str | Path) -> str:
         ValueError: The file has another encoding.
     """
     with as_user_errors():  # a text in place of a file is a name that is too long
-        if not Path(path).exists():
+        if not Path(path).exists() or Path(path).is_dir():
             raise UserFileNotFoundError(f"There is no file {str(path)!r}. Give an existing one.")
         data = Path(path).read_bytes()
     try:

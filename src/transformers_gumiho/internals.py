@@ -102,6 +102,10 @@ def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
     setattr(GenerationMixin, name, step)
 
 
+# Steps of the plain loop that no drafted call runs.
+_STEPS_OF_LOOP = (
+    "_update_model_kwargs_for_generation", "_has_unfinished_sequences", "_optimize_model_for_decode",
+)  # fmt: skip
 # Packages whose code computes the same for several tokens in one pass as for one after the other.
 _KNOWN_PACKAGES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
 # Functions that layers of a model's file call by these names.
@@ -114,7 +118,7 @@ def own_step_of_decoding(target: PreTrainedModel) -> str | None:
     """Returns the name of a step of decoding that is the target's own, and that no drafted call runs."""
     if getattr(type(target), PLAIN_STEP) is not generation_step(PLAIN_STEP):
         return PLAIN_STEP
-    for name in (PLAIN_STEP, DECODING_STEP, "_update_model_kwargs_for_generation"):
+    for name in (PLAIN_STEP, DECODING_STEP, *_STEPS_OF_LOOP):
         step = getattr(target, name)
         if _is_foreign(step) or getattr(step, "__qualname__", "").startswith(_READ_PER_TOKEN):
             return name

@@ -23,13 +23,9 @@ def compile_call(target: PreTrainedModel) -> None:
     target.compile(backend="eager")
 
 
+pytestmark = pytest.mark.usefixtures("_forget_compiled")
 COMPILING = [compile_forward, compile_call]
 SETTINGS = {**make_prompts([6, 4]), "max_new_tokens": 5, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> None:
-    torch.compiler.reset()
 
 
 def make_pair(kind: str) -> Pair:

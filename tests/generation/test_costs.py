@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
-from targets import equals_plain, make_drafter, make_prompts, make_target, passes_of
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target, passes_of
 from transformers import DynamicCache
 
 from transformers_gumiho import GumihoModel
@@ -31,7 +31,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 6}
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
 def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
-    family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: list[int], calls_of: Any
 ) -> None:
     is_chain = family == "qwen3_5"
     target = make_chain_target(family) if is_chain else make_target(family)
@@ -39,27 +39,23 @@ def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
     arguments: dict[str, Any] = {**make_prompts(lengths), **GREEDY, "eos_token_id": [3, 6], "assistant_model": drafter}
     target.generate(**arguments)  # what is tried at the first call is not tried again
     output = target.generate(**arguments, return_dict_in_generate=True)
-    restored = []
-    for kind in (TreeCache, ChainCache):
-        restore = kind.restore
-        monkeypatch.setattr(kind, "restore", lambda *args, restore=restore: (restored.append(1), restore(*args)))
+    restored = [calls_of(kind, "restore") for kind in (TreeCache, ChainCache)]
     num_passes, text = passes_of(target, lambda: target.generate(**arguments))
     assert torch.equal(text, output.sequences)
-    assert not restored
+    assert not any(restored)
     num_catching_up = num_passes - 1 - len(output.tree_sizes)
     assert num_catching_up == 0 or (is_chain and num_catching_up < len(output.tree_sizes) / 4)
     # The caller's cache gets its entries.
     cache = DynamicCache(config=target.config)
     target.generate(**arguments, **{CACHE_NAME: cache})
-    assert restored
+    assert any(restored)
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
 
 
-def test_a_call_reads_the_code_of_its_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_reads_the_code_of_its_target_once(calls_of: Any) -> None:
     """And the next call reads it again, because it may have been patched."""
-    target, read = make_target(), []
-    drafter, real = make_drafter(target), traits.foreign_code
-    monkeypatch.setattr(traits, "foreign_code", lambda target: (read.append(1), real(target))[1])
+    target, drafter = make_pair()
+    read = calls_of(traits, "foreign_code")
     for number in (1, 2):
         target.generate(**make_prompts([5]), **GREEDY, assistant_model=drafter)
         assert len(read) == number
@@ -87,18 +83,10 @@ class Depths(GenerationObserver):
     [(0, ROWS["one"], {}), (3, ROWS["batch"], {}), (3, ROWS["one"], LOOKUP), (0, ROWS["batch"], LOOKUP)],
 )
 def test_trees_are_no_deeper_than_what_is_missing(
-    transition_rank: int, lengths: list[int], lookup: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    transition_rank: int, lengths: list[int], lookup: dict[str, int], calls_of: Any
 ) -> None:
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=20, branching_factor=3, transition_rank=transition_rank)
-    drafted: list[None] = []
-    draft = GumihoDrafter.draft
-
-    def drafting(self: GumihoDrafter, committed: Any) -> DraftTree:
-        drafted.append(None)
-        return draft(self, committed)
-
-    monkeypatch.setattr(GumihoDrafter, "draft", drafting)
+    pair = make_pair(num_assistant_tokens=20, branching_factor=3, transition_rank=transition_rank)
+    drafted = calls_of(GumihoDrafter, "draft")
 
     def lengths_of_rows(depths: Depths, num_tokens: int) -> list[list[int]]:
         """Returns what the cycles committed in each row, until it has `num_tokens` tokens."""
@@ -106,12 +94,12 @@ def test_trees_are_no_deeper_than_what_is_missing(
         return [sorted({min(end, num_tokens) for end in row}) for row in ends]
 
     with observing(longer := Depths()):
-        equals_plain(target, drafter, drafted=lookup, lengths=lengths, max_new_tokens=40)
+        equals_plain(*pair, drafted=lookup, lengths=lengths, max_new_tokens=40)
     num_bare = 0
     for max_new_tokens in range(2, 16):
         drafted.clear()
         with observing(depths := Depths()):
-            equals_plain(target, drafter, drafted=lookup, lengths=lengths, max_new_tokens=max_new_tokens)
+            equals_plain(*pair, drafted=lookup, lengths=lengths, max_new_tokens=max_new_tokens)
         # Cycles at the end of a text accept what they accept where it goes on.
         num_cycled = max_new_tokens - 1
         assert lengths_of_rows(depths, num_cycled) == lengths_of_rows(longer, num_cycled)
@@ -127,25 +115,17 @@ def test_trees_are_no_deeper_than_what_is_missing(
 
 @pytest.mark.parametrize("static", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
 @pytest.mark.parametrize("lengths", [[13], [13, 4, 9]], ids=ROWS)
-def test_the_drafter_reads_a_prompt_in_chunks(
-    lengths: list[int], static: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = make_target("mistral")
-    drafter = make_drafter(target, num_assistant_tokens=6)
-    run, widths = GumihoModel.run_serial_head, []
-
-    def running(self: GumihoModel, fused: torch.Tensor, *args: Any) -> torch.Tensor:
-        widths.append(fused.shape[1])
-        return run(self, fused, *args)
-
-    monkeypatch.setattr(GumihoModel, "run_serial_head", running)
+def test_the_drafter_reads_a_prompt_in_chunks(lengths: list[int], static: dict[str, Any], calls_of: Any) -> None:
+    pair = make_pair("mistral", num_assistant_tokens=6)
+    runs = calls_of(GumihoModel, "run_serial_head")
     arguments = {"drafted": static, **make_prompts(lengths), "max_new_tokens": 16}
-    whole = equals_plain(target, drafter, **arguments)
-    assert widths[0] == 13
+    whole = equals_plain(*pair, **arguments)
+    assert runs[0].args[1].shape[1] == 13
     for chunk_size in (5, 13, 20):
-        widths.clear()
-        output = equals_plain(target, drafter, **arguments, prefill_chunk_size=chunk_size)
-        assert widths[:3] == ([5, 5, 3] if chunk_size == 5 else [13, *widths[1:3]])
+        runs.clear()
+        output = equals_plain(*pair, **arguments, prefill_chunk_size=chunk_size)
+        widths = [run.args[1].shape[1] for run in runs[:3]]
+        assert widths == ([5, 5, 3] if chunk_size == 5 else [13, *widths[1:]])
         assert output.accepted_lengths == whole.accepted_lengths
 
 

@@ -5,21 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from targets import equals_plain, passes_of
+from targets import Pair, equals_plain, passes_of
 from trained_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
-from transformers import PreTrainedModel
-
-from transformers_gumiho import GumihoModel
 
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return load_language_model()
-
-
-@pytest.fixture(scope="module")
-def drafter() -> GumihoModel:
-    return load_drafter()
+def pair() -> Pair:
+    return load_language_model(), load_drafter()
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +22,24 @@ def prompts() -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def plain_texts(target: PreTrainedModel, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+def plain_texts(pair: Pair, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Of the first eight prompts, 64 tokens each."""
-    return [target.generate(prompt, max_new_tokens=64, do_sample=False) for prompt in prompts[:8]]
+    return [pair[0].generate(prompt, max_new_tokens=64, do_sample=False) for prompt in prompts[:8]]
 
 
-def test_pair_is_small_and_deep_enough(target: PreTrainedModel, drafter: GumihoModel) -> None:
+def test_pair_is_small_and_deep_enough(pair: Pair) -> None:
     assert sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors")) < 40e6
-    assert target.config.num_hidden_layers >= 12
-    assert 8e6 < target.num_parameters() < 20e6
+    assert pair[0].config.num_hidden_layers >= 12
+    assert 8e6 < pair[0].num_parameters() < 20e6
     for folder in ("target", "gumiho", "draft_model"):
         config = json.loads((FOLDER / folder / "config.json").read_text())
         assert config["dtype"] == "bfloat16"
 
 
 def test_trained_drafter_decodes_exactly_and_far(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
+    pair: Pair, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
 ) -> None:
-    lengths = []
+    (target, drafter), lengths = pair, []
     for prompt, plain in zip(prompts, plain_texts, strict=False):
         output = target.generate(
             prompt, max_new_tokens=64, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
@@ -59,29 +51,25 @@ def test_trained_drafter_decodes_exactly_and_far(
     assert max(lengths) == drafter.config.max_draft_depth + 1
 
 
-def test_trained_drafter_samples_the_same_text(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
-) -> None:
+def test_trained_drafter_samples_the_same_text(pair: Pair, prompts: list[torch.Tensor]) -> None:
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
     for seed, prompt in enumerate(prompts[:4]):
-        equals_plain(target, drafter, seed, input_ids=prompt, max_new_tokens=48, **sampling)
+        equals_plain(*pair, seed, input_ids=prompt, max_new_tokens=48, **sampling)
 
 
-def test_stop_strings_end_in_the_middle_of_an_accepted_path(
-    target: PreTrainedModel, drafter: GumihoModel, prompts: list[torch.Tensor]
-) -> None:
+def test_stop_strings_end_in_the_middle_of_an_accepted_path(pair: Pair, prompts: list[torch.Tensor]) -> None:
     settings = {"stop_strings": ["self.", "):\n", "= "], "tokenizer": load_tokenizer(), "max_new_tokens": 64}
     stopped_early = 0
     for prompt in prompts[:8]:
-        output = equals_plain(target, drafter, input_ids=prompt, **settings)
+        output = equals_plain(*pair, input_ids=prompt, **settings)
         stopped_early += output.sequences.shape[1] < prompt.shape[1] + 64
     assert stopped_early >= 4
 
 
 def test_draft_model_is_one_for_assisted_generation(
-    target: PreTrainedModel, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
+    pair: Pair, prompts: list[torch.Tensor], plain_texts: list[torch.Tensor]
 ) -> None:
-    draft_model = load_language_model("draft_model")
+    target, draft_model = pair[0], load_language_model("draft_model")
     vocabularies = [(FOLDER / folder / "tokenizer.json").read_bytes() for folder in ("target", "draft_model")]
     assert vocabularies[0] == vocabularies[1]
     assert draft_model.config.vocab_size == target.config.vocab_size

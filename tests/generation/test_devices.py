@@ -1,7 +1,6 @@
 """Generation and training on pretend accelerators: no devices are mixed, and the host waits no more than it has to."""
 
 import itertools
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 import torch
 from accelerate import PartialState, dispatch_model
 from chains import make_chain_drafter, make_chain_target
-from pretend_device import MixedDevices, PretendMachine, pretending
-from targets import make_drafter, make_prompts, make_target
+from pretend_device import PretendMachine, pretending
+from targets import make_drafter, make_pair, make_prompts, make_target
 from torch import nn
 from trained_pair import load_drafter, load_language_model, load_tokenizer
 from trainers import losses_of, make_args, make_rows
@@ -25,7 +24,6 @@ from transformers_gumiho.generation.observers import GenerationObserver, observi
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
-from transformers_gumiho.generation.verification.experts import experts_of_decoding
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
 from transformers_gumiho.internals import experts_function
@@ -95,8 +93,7 @@ PLACED_WAYS = [
 @pytest.mark.parametrize(("placement", "way"), PLACED_WAYS)
 def test_generation_mixes_no_devices(placement: str, way: str) -> None:
     settings, lengths, kwargs = WAYS[way]
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=20, **settings)
+    target, drafter = make_pair(num_assistant_tokens=20, **settings)
     expected = generate(target, drafter, make_prompts(lengths), "cpu", **kwargs)
     with pretending():
         device = move(target, PLACEMENTS[placement][0])
@@ -107,8 +104,7 @@ def test_generation_mixes_no_devices(placement: str, way: str) -> None:
 @pytest.mark.parametrize("branching_factor", [1, 4])
 def test_deterministic_algorithms(branching_factor: int) -> None:
     """PyTorch has none for some operations on an accelerator. Greedy decoding takes none of these."""
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=8, branching_factor=branching_factor, transition_rank=3)
+    target, drafter = make_pair(num_assistant_tokens=8, branching_factor=branching_factor, transition_rank=3)
     expected = generate(target, drafter, make_prompts([9]), "cpu", **GREEDY)
     torch.use_deterministic_algorithms(True)
     try:
@@ -124,8 +120,7 @@ def test_deterministic_algorithms(branching_factor: int) -> None:
 
 
 def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
-    drafter = make_drafter(target)
+    target, drafter = make_pair()
     # Loading asks a real driver for its memory.
     monkeypatch.setattr(GumihoModel, "from_pretrained", lambda name, device_map, **kwargs: drafter.to(device_map))
     with pretending():
@@ -273,37 +268,6 @@ def test_waits_of_ragged_rows_whose_tokens_are_drawn_one_by_one(
     assert 0 < num_waits <= num_tokens
 
 
-def test_planted_faults_are_found() -> None:
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=20)
-
-    def count(fault: Callable[[torch.Tensor], Any]) -> tuple[int, int]:
-        """Returns the waits of a generation with a fault in each of the target's passes, and the number of these."""
-        passes: list[int] = []
-
-        def plant(module: Any, args: Any, output: Any) -> None:
-            passes.append(1)
-            fault(output.logits)
-
-        handle = target.register_forward_hook(plant)
-        try:
-            with pretending() as machine:
-                target.to("cuda:0")
-                drafter.to("cuda:0")
-                before = len(machine.waits)
-                generate(target, drafter, make_prompts([5]), "cuda:0", **GREEDY)
-                return len(machine.waits) - before, len(passes)
-        finally:
-            handle.remove()
-
-    without, _ = count(lambda logits: None)
-    for fault in (lambda logits: logits.amax().item(), lambda logits: torch.tensor([1, 2], device=logits.device)):
-        waits, num_passes = count(fault)
-        assert waits == without + num_passes
-    with pytest.raises(MixedDevices, match="add"):
-        count(lambda logits: logits + torch.zeros(8))
-
-
 @pytest.fixture
 def experts_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """For each run of experts, their implementation and the number of tokens."""
@@ -332,8 +296,7 @@ def experts_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         "cpu",
         "cuda:0",
         pytest.param(
-            "a GPU",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+            "a GPU", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
         ),
     ],
 )
@@ -372,18 +335,3 @@ def test_single_tokens_run_the_experts_of_plain_decoding(device: str, experts_ru
         experts_run.clear()
         target(prompt[:, :1])
         assert set(experts_run) == {("grouped_mm", 1)}
-
-
-def test_other_threads_keep_their_experts(experts_run: list[tuple[str, int]]) -> None:
-    target = make_target("mixtral").float()
-    target.set_experts_implementation("grouped_mm")
-    states = torch.zeros(1, 1, target.config.hidden_size)
-    with pretending(), torch.no_grad():
-        target.to("cuda")
-        with experts_of_decoding():
-            thread = threading.Thread(target=lambda: target.model.layers[0].mlp(states))
-            thread.start()
-            thread.join()
-            target.model.layers[0].mlp(states.to("cuda"))
-        target.to("cpu")
-    assert experts_run == [("grouped_mm", 1), ("batched_mm", 1)]

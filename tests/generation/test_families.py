@@ -3,6 +3,7 @@
 import pytest
 import torch
 from targets import FAMILIES, WINDOW, equals_plain, make_drafter, make_prompts, make_target
+from tiny_configs import small_config
 from transformers import AutoModelForCausalLM, ModernBertDecoderConfig
 
 
@@ -59,19 +60,35 @@ def test_tokens_that_are_run_alone_have_the_masks_that_eager_attention_adds_unse
             assert drafted.tree_sizes.count(0) > 12
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_each_row_of_a_batch_equals_its_own_single_run(family: str) -> None:
-    target = make_target(family)
+# Also where the left padding of a row is longer than the target's window.
+WINDOWS = [("mistral", 11, [117, 1]), ("mixtral", 11, [2, 1, 24, 1]), ("starcoder2", 2, [1, 98, 114])]
+WINDOWS += [("mistral", 1, [7, 2])]
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "lengths"), [*((family, None, [3, WINDOW + 9, 1, 7]) for family in FAMILIES), *WINDOWS]
+)
+def test_each_row_of_a_batch_equals_its_own_single_run(family: str, window: int | None, lengths: list[int]) -> None:
+    if window is None:
+        target = make_target(family)
+    else:
+        torch.manual_seed(0)
+        config = small_config(family, num_hidden_layers=3, sliding_window=window)
+        # The eager experts are the ones that know float64.
+        target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+        target.generation_config.update(eos_token_id=None, pad_token_id=0)
     if family == "gemma2":
         # Eager attention of transformers turns padding into NaN in float64, as it takes its softmax in float32.
         target = target.float()
     drafter = make_drafter(target, num_assistant_tokens=47)
-    lengths = [3, WINDOW + 9, 1, 7]
     batch = make_prompts(lengths)
     drafted = target.generate(
         **batch, max_new_tokens=32, do_sample=False, assistant_model=drafter, return_dict_in_generate=True
     )
     assert len({tuple(row) for row in drafted.accepted_lengths}) > 1, "rows must have advanced by different lengths"
     for row, length in enumerate(lengths):
-        single = target.generate(batch["input_ids"][row : row + 1, -length:], max_new_tokens=32, do_sample=False)
+        # Plain decoding without a cache is what the model defines; with one, a window of a single token differs.
+        single = target.generate(
+            batch["input_ids"][row : row + 1, -length:], max_new_tokens=32, do_sample=False, use_cache=False
+        )
         assert torch.equal(drafted.sequences[row, -length - 32 :], single[0, -length - 32 :])

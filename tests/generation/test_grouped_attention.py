@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +13,7 @@ from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -118,20 +118,13 @@ def test_other_attention_is_left_to_the_function_it_has(options: dict[str, Any])
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The query lengths of attention for which transformers' function repeated heads."""
-    lengths: list[int] = []
-
-    def repeat(states: torch.Tensor, num_groups: int) -> torch.Tensor:
-        lengths.append(states.shape[2])
-        return repeat_kv(states, num_groups)
-
-    monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", repeat)
-    return lengths
+def copies(calls_of: Any) -> list[Any]:
+    """Calls in which transformers' function repeats the heads of states."""
+    return calls_of(sdpa_attention, "repeat_kv")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_mixed", "gemma3", "phi3", "mixtral"])
-def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list[int]) -> None:
+def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list[Any]) -> None:
     target = make_target(family, "sdpa", num_layers=3)
     drafter = make_drafter(target, num_assistant_tokens=15)
     for lengths in ([9], [9, 4]):
@@ -140,10 +133,10 @@ def test_a_generation_repeats_no_head_after_the_prompt(family: str, copies: list
         copies.clear()
         drafted = target.generate(**prompts, max_new_tokens=24, do_sample=False, assistant_model=drafter)
         assert torch.equal(drafted, plain)
-        assert all(length == 9 for length in copies), "of the prompt alone"
+        assert all(copy.args[0].shape[2] == 9 for copy in copies), "of the prompt alone"
 
 
-def test_nobody_else_is_affected(copies: list[int]) -> None:
+def test_nobody_else_is_affected(copies: list[Any]) -> None:
     target, prompts = make_target("llama", "sdpa", num_layers=3), make_prompts([5, 3])
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
 
@@ -171,7 +164,7 @@ def test_nobody_else_is_affected(copies: list[int]) -> None:
     assert attention_implementation(target.config) == "sdpa"
 
 
-def test_a_function_that_somebody_registered_stays() -> None:
+def test_a_function_that_somebody_registered_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with gqa_without_copies():
         ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with gqa_without_copies():
@@ -183,14 +176,11 @@ def test_a_function_that_somebody_registered_stays() -> None:
         calls.append(1)
         return sdpa_attention_forward(*args, **kwargs)
 
-    AttentionInterface.register("sdpa", theirs)
-    try:
-        target = make_target("llama", "sdpa", num_layers=3)
-        equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
-        assert calls
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
-    finally:
-        AttentionInterface.register("sdpa", ours)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", theirs)  # noqa: SLF001
+    target = make_target("llama", "sdpa", num_layers=3)
+    equals_plain(target, make_drafter(target, num_assistant_tokens=7), max_new_tokens=12)
+    assert calls
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
@@ -221,18 +211,12 @@ def test_states_of_a_tree_are_bit_identical_with_and_without(static: bool) -> No
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 4]])
-def test_masks_are_folded_once_in_a_pass(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[torch.Tensor] = []
-
-    def attend(*states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        used.append(kwargs["attn_mask"])
-        return nn.functional.scaled_dot_product_attention(*states, **kwargs)
-
+def test_masks_are_folded_once_in_a_pass(lengths: list[int], calls_of: Any) -> None:
     target = make_target("mistral", "sdpa", num_layers=3).float()
     drafter = make_drafter(target, num_assistant_tokens=15)
     prompts = make_prompts(lengths)
     expected = target.generate(**prompts, max_new_tokens=12, do_sample=False, assistant_model=drafter)
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", attend)
+    calls = calls_of(attention, "scaled_dot_product_attention")
     with pretending():
         target.to("cuda")
         drafter.to("cuda")
@@ -241,6 +225,7 @@ def test_masks_are_folded_once_in_a_pass(lengths: list[int], monkeypatch: pytest
             max_new_tokens=12, do_sample=False, assistant_model=drafter, return_dict_in_generate=True,
         )  # fmt: skip
         assert torch.equal(output.sequences.cpu(), expected)
+    used = [call.kwargs["attn_mask"] for call in calls]
     # The drafter has fewer layers than the target.
     num_shared = list(Counter(map(id, used)).values()).count(target.config.num_hidden_layers)
     assert num_shared == sum(size > 0 for size in output.tree_sizes) > 2, "one in each pass over a tree"

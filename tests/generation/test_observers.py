@@ -157,27 +157,12 @@ def test_an_observer_can_be_left_from_elsewhere(generate: Callable[..., Any]) ->
     assert not recorder.batch_sizes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "on_generation_begin",
-        "on_stage_begin",
-        "on_stage_end",
-        "on_cycle",
-        "on_prompt",
-        "on_states",
-        "on_generation_end",
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in vars(GenerationObserver) if name.startswith("on_")])
 def test_an_observer_that_fails_ends_the_generation_and_nothing_else(generate: Callable[..., Any], name: str) -> None:
-    class Failing(GenerationObserver):
-        pass
-
     def fail(*_: Any) -> None:
         raise RuntimeError("observer failed")
 
-    setattr(Failing, name, fail)
-    before, failing = Recorder(), Failing()
+    before, failing = Recorder(), type("Failing", (GenerationObserver,), {name: fail})()
     with observing(before):
         with pytest.raises(RuntimeError, match="observer failed"), observing(failing):
             generate(3)

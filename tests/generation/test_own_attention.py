@@ -151,16 +151,11 @@ def test_a_function_that_takes_dense_masks_computes_trees(
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed"])
 def test_windows_are_in_its_masks(family: str, register: Callable[..., None]) -> None:
     register("clipped", clipped, sdpa_mask)
-    target = make_target(family, "clipped", num_layers=3)
-    for prompts in (make_prompts([9]), make_prompts([9, 4])):
-        output = equals_plain(target, make_drafter(make_target(family, num_layers=3)), **prompts)
+    target, drafter = make_target(family, "clipped", num_layers=3), make_drafter(make_target(family, num_layers=3))
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for lengths, drafted in (([9], {}), ([9, 4], {}), ([9, 4], static)):
+        output = equals_plain(target, drafter, lengths=lengths, drafted=drafted)
         assert max(output.tree_sizes) == 63
-    equals_plain(
-        target,
-        make_drafter(make_target(family, num_layers=3)),
-        drafted={"cache_implementation": "static", "disable_compile": True},
-        **make_prompts([9, 4]),
-    )
 
 
 @pytest.mark.parametrize("function", [clipped, sharper])
@@ -297,18 +292,14 @@ def test_a_function_that_is_replaced_is_tried_again(register: Callable[..., None
         assert TargetTraits.of(target).is_chain == is_chain
 
 
-def test_importing_registers_nothing_and_the_first_drafted_call_does() -> None:
+def test_importing_registers_nothing_and_the_first_drafted_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompts = make_target(num_layers=3), make_prompts([5])
     own = AttentionInterface._global_mapping  # noqa: SLF001
-    before = own["sdpa"]
-    try:
-        own["sdpa"] = sdpa_attention_forward
-        target.generate(**prompts, max_new_tokens=4)
-        assert own["sdpa"] is sdpa_attention_forward
-        target.generate(**prompts, max_new_tokens=4, assistant_model=make_drafter(target))
-        assert own["sdpa"].__wrapped__ is sdpa_attention_forward
-    finally:
-        own["sdpa"] = before
+    monkeypatch.setitem(own, "sdpa", sdpa_attention_forward)
+    target.generate(**prompts, max_new_tokens=4)
+    assert own["sdpa"] is sdpa_attention_forward
+    target.generate(**prompts, max_new_tokens=4, assistant_model=make_drafter(target))
+    assert own["sdpa"].__wrapped__ is sdpa_attention_forward
 
 
 @pytest.mark.parametrize("way", ["trees", "chains"])

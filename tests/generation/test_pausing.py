@@ -11,7 +11,6 @@ from targets import Pair, equals_plain, make_drafter, make_prompts, make_target
 from torch._dynamo.utils import counters
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.verification.session import CommittedTokens
 from transformers_gumiho.internals import compile_on_every_device
@@ -105,18 +104,12 @@ def test_a_pause_compiles_nothing(lookup: dict[str, int]) -> None:
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def test_what_is_unread_in_a_pause_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unread_in_a_pause_is_bounded(calls_of: Any) -> None:
     """A text that repeats itself adds long runs to a pause; the drafter then reads what has come."""
     target, drafter = make_pair(break_even=60.0)
     for config in (target.config, drafter.config.model):
         config.max_position_embeddings = 4096
-    widths: list[int] = []
-    join = CommittedTokens.join
-
-    def listen(parts: list[CommittedTokens]) -> CommittedTokens:
-        widths.append(sum(part.tokens.shape[1] for part in parts))
-        return join(parts)
-
-    monkeypatch.setattr(candidate_generator.CommittedTokens, "join", listen)
+    joined = calls_of(CommittedTokens, "join")
     equals_plain(target, drafter, drafted={"prompt_lookup_num_tokens": 16}, lengths=[9], max_new_tokens=1500)
-    assert 256 < max(widths) <= 256 + 64 + 65 * 17
+    most = max(sum(part.tokens.shape[1] for part in join.args[0]) for join in joined)
+    assert 256 < most <= 256 + 64 + 65 * 17

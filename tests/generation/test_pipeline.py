@@ -7,7 +7,7 @@ import pytest
 import torch
 from targets import passes_of
 from trained_pair import FOLDER, load_drafter, load_language_model, load_tokenizer
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from transformers_gumiho import GumihoModel
 
@@ -23,20 +23,10 @@ INPUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def target() -> PreTrainedModel:
-    return load_language_model()
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
+def models() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
     tokenizer = load_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-@pytest.fixture
-def drafter() -> GumihoModel:
-    return load_drafter()
+    return load_language_model(), tokenizer, load_drafter()
 
 
 def check(target: PreTrainedModel, plain: Any, assisted: Any, inputs: Any, **kwargs: Any) -> None:
@@ -54,9 +44,8 @@ def check(target: PreTrainedModel, plain: Any, assisted: Any, inputs: Any, **kwa
 
 
 @pytest.mark.parametrize("form", list(INPUTS))
-def test_same_text_with_an_assistant(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, form: str
-) -> None:
+def test_same_text_with_an_assistant(models: Any, form: str) -> None:
+    target, tokenizer, drafter = models
     settings = drafter.generation_config.to_dict()
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     # By the path of a folder, as by a name.
@@ -70,19 +59,17 @@ def test_same_text_with_an_assistant(
         assert assisted.assistant_model.generation_config.to_dict() == settings
 
 
-def test_same_sampled_text_and_stop_sequence(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel
-) -> None:
+def test_same_sampled_text_and_stop_sequence(models: Any) -> None:
+    target, tokenizer, drafter = models
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     assisted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
     check(target, plain, assisted, TEXT, do_sample=True, temperature=0.8)
     check(target, plain, assisted, TEXT, stop_sequence="Equal")
 
 
-def test_special_tokens_of_the_configs_may_differ(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, tmp_path: Path
-) -> None:
+def test_special_tokens_of_the_configs_may_differ(models: Any, tmp_path: Path) -> None:
     """transformers takes that for another tokenizer: it asks for the assistant's, and passes it on."""
+    target, tokenizer, drafter = models
     drafter.config.get_text_config().eos_token_id = [0, 1]
     drafter.tokenizer = tokenizer
     drafter.save_pretrained(tmp_path)
@@ -96,19 +83,8 @@ def test_special_tokens_of_the_configs_may_differ(
         check(target, plain, assisted, TEXT)
 
 
-def test_a_saved_drafter_carries_the_tokenizer_it_was_given(
-    tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, tmp_path: Path
-) -> None:
-    drafter.save_pretrained(tmp_path / "without")
-    assert not list((tmp_path / "without").glob("tokenizer*"))
-    drafter.tokenizer = tokenizer
-    drafter.save_pretrained(tmp_path / "with")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "with")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.chat_template == TEMPLATE
-
-
-def test_a_drafter_does_not_generate(drafter: GumihoModel) -> None:
+def test_a_drafter_does_not_generate() -> None:
+    drafter = load_drafter()
     assert not drafter.can_generate()
     assert not hasattr(drafter, "generate")
     assert drafter.generation_config.num_assistant_tokens

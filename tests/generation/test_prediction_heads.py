@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from partly_right_drafts import partly_right_drafts
+from chains import both
 from sweep_architectures import build, prompts
 from tiny_configs import VOCAB_SIZE
 from trainers import losses_of, make_args
@@ -54,14 +54,7 @@ def test_texts_equal_plain(model_type: str) -> None:
     target = make_target(model_type)
     drafter = make_drafter(target, transition_rank=2)
     for lengths, do_sample in (([5], False), ([5], True), ([4, 17, 9], False)):
-        prompt = prompts(lengths)
-        settings = {"max_new_tokens": 24, "do_sample": do_sample, "return_dict_in_generate": True}
-        torch.manual_seed(1)
-        plain = target.generate(**prompt, **settings)
-        torch.manual_seed(1)
-        with partly_right_drafts(plain.sequences, prompt["input_ids"].shape[1], VOCAB_SIZE):
-            drafted = target.generate(**prompt, **settings, assistant_model=drafter)
-        assert torch.equal(drafted.sequences, plain.sequences)
+        _, drafted = both(target, lengths, drafter, **prompts(lengths), max_new_tokens=24, do_sample=do_sample)
         assert max(map(max, drafted.accepted_lengths)) >= 3
 
 

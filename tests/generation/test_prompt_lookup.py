@@ -8,7 +8,7 @@ import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
 from draft_trees import Trees
-from targets import equals_plain, make_drafter, make_prompts, make_target, plain_and_drafted
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target, plain_and_drafted
 from torch._dynamo.utils import counters
 
 from transformers_gumiho import GumihoModel
@@ -47,8 +47,7 @@ def test_texts_are_those_of_plain_decoding(family: str, branching_factor: int, s
 
 
 def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
-    target = make_target("llama", seed=3, num_layers=3)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
     with observing(trees := Trees()):
         output = equals_plain(target, drafter, drafted=LOOKUP, lengths=[9, 4, 1])
     half = trees.trees[: len(trees.trees) // 2]
@@ -66,18 +65,10 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.2}], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
-    family: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    family: str, sampling: dict[str, Any], calls_of: Any
 ) -> None:
-    target = make_target(family, seed=3, num_layers=3)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
-    calls: list[None] = []
-    plain_draft = GumihoDrafter.draft
-
-    def draft(self: GumihoDrafter, *args: Any) -> Any:
-        calls.append(None)
-        return plain_draft(self, *args)
-
-    monkeypatch.setattr(GumihoDrafter, "draft", draft)
+    target, drafter = make_pair(family, seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
+    calls = calls_of(GumihoDrafter, "draft")
     with observing(trees := Trees()):
         equals_plain(target, drafter, drafted=SHORT, lengths=[9], max_new_tokens=100, **sampling)
     sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
@@ -90,8 +81,7 @@ def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
 
 @pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
 def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, Any]) -> None:
-    target = make_target("llama", seed=3, num_layers=3)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
     for lengths, max_new_tokens in (([9], 61), ([9], 67), ([9], 73), ([9, 9], 73)):
         arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens}
         with observing(trees := Trees()):
@@ -126,8 +116,7 @@ def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_muc
 
 
 def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:
-    target = make_target("llama", seed=3, num_layers=3)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
     text = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0]
 
     def bend(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -168,9 +157,8 @@ def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest
     assert calls == ["ContextDrafts", "GumihoDrafter"] * (len(calls) // 2)
 
 
+@pytest.mark.usefixtures("_forget_compiled")
 def test_compiled_cycles_take_drafts_from_the_context() -> None:
-    torch.compiler.reset()
-    counters.clear()
     target = make_target("llama", seed=3, num_layers=1)
     drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3, num_layers=1)
     config = compile_on_every_device(backend="eager", mode="default", fullgraph=True)
@@ -178,7 +166,6 @@ def test_compiled_cycles_take_drafts_from_the_context() -> None:
     for seed in range(2):
         equals_plain(target, drafter, drafted=static, **make_prompts([9 - seed], seed), max_new_tokens=30)
         assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("family", ["lfm2", "bloom"])
@@ -192,10 +179,7 @@ def test_chains_of_targets_that_verify_no_tree(family: str, lengths: list[int]) 
     ("settings", "message"),
     [
         ({"prompt_lookup_num_tokens": -1}, "`prompt_lookup_num_tokens` must be an integer of at least 0, got -1"),
-        (
-            {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1},
-            "`max_matching_ngram_size` must .* got -1",
-        ),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "`max_matching_ngram_size` must .* got -1"),
     ],
 )
 def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], message: str) -> None:
@@ -209,8 +193,7 @@ def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], messag
 
 
 def test_a_drafter_looks_up_by_its_own_settings_unless_a_call_says_otherwise(tmp_path: Path) -> None:
-    target = make_target("llama", seed=3, num_layers=3)
-    drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=3)
+    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
     arguments = {**make_prompts([9]), "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
 
     def accepted(drafter: GumihoModel, **options: int) -> list[list[int]]:

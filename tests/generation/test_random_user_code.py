@@ -4,21 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from targets import equals_plain, make_drafter, make_prompts, make_target
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from targets import Pair, equals_plain, make_pair, make_prompts
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from transformers_gumiho import GumihoModel
-
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def drafter(target: PreTrainedModel) -> GumihoModel:
-    return make_drafter(target, num_assistant_tokens=47)
+def pair() -> Pair:
+    return make_pair(num_assistant_tokens=47)
 
 
 class DrawingStreamer(BaseStreamer):
@@ -52,32 +45,28 @@ CODE = {
 }
 
 
-def check(
-    target: PreTrainedModel, drafter: GumihoModel, code: str, lengths: list[int], seed: int, **kwargs: Any
-) -> None:
+def check(pair: Pair, code: str, lengths: list[int], seed: int, **kwargs: Any) -> None:
     """Asserts that text, numbers that the streamer draws, and the generator's state are those of plain decoding."""
     arguments = CODE[code]()
-    equals_plain(target, drafter, seed, **make_prompts(lengths, seed), max_new_tokens=24, **kwargs, **arguments)
+    equals_plain(*pair, seed, **make_prompts(lengths, seed), max_new_tokens=24, **kwargs, **arguments)
     if "streamer" in arguments:
         drawn = arguments["streamer"].drawn
         assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_one_sequence_samples_the_text_of_its_seed(target: PreTrainedModel, drafter: GumihoModel, code: str) -> None:
+def test_one_sequence_samples_the_text_of_its_seed(pair: Pair, code: str) -> None:
     for seed in range(4):
-        check(target, drafter, code, [3 + seed], seed, do_sample=True)
+        check(pair, code, [3 + seed], seed, do_sample=True)
 
 
 @pytest.mark.parametrize("code", ["processor", "criterion", "all"])
-def test_rows_that_take_the_same_steps_sample_the_text_of_their_seed(
-    target: PreTrainedModel, drafter: GumihoModel, code: str
-) -> None:
+def test_rows_that_take_the_same_steps_sample_the_text_of_their_seed(pair: Pair, code: str) -> None:
     for seed in range(4):
-        check(target, drafter, code, [5, 2, 4], seed, do_sample=True, eos_token_id=7)
+        check(pair, code, [5, 2, 4], seed, do_sample=True, eos_token_id=7)
 
 
 @pytest.mark.parametrize("lengths", [[5], [5, 2, 4]])
-def test_greedy_scores_with_random_noise(target: PreTrainedModel, drafter: GumihoModel, lengths: list[int]) -> None:
+def test_greedy_scores_with_random_noise(pair: Pair, lengths: list[int]) -> None:
     for seed in range(4):
-        check(target, drafter, "all", lengths, seed, eos_token_id=7)
+        check(pair, "all", lengths, seed, eos_token_id=7)

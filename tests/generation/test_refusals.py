@@ -98,26 +98,44 @@ def test_caches_that_change_what_they_hold(target: PreTrainedModel, way: str) ->
     assert torch.equal(drafted, target.generate(**settings))
 
 
-class OwnLoop(LlamaForCausalLM):
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._sample(*args, **kwargs).flip(1)
+@pytest.mark.parametrize("shortened", [0, -1], ids=["the first", "the last"])
+def test_caches_that_lack_tokens_in_some_layers(shortened: int) -> None:
+    """As code that compresses a cache leaves it: single tokens attend to what there is, and trees need masks."""
+    target = make_target()
+    drafter = make_drafter(target)
+
+    def shorten(cache: DynamicCache) -> None:
+        layer = cache.layers[shortened]
+        layer.keys, layer.values = layer.keys[:, :, 2:], layer.values[:, :, 2:]
+
+    def compress(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get("past_key_values", kwargs.get(CACHE_NAME))
+        if kwargs["hidden_states"].shape[1] > 1:
+            shorten(cache)
+
+    message = r"layers of \w+ForCausalLM hold .* tokens of a text of \d+ in their cache"
+    prompt = make_prompts([5])["input_ids"]
+    cache = target(prompt[:, :-1], use_cache=True)[CACHE_NAME]
+    shorten(cache)
+    refuses(target, message, drafter, input_ids=prompt, attention_mask=None, **{CACHE_NAME: cache})
+    attention = [module for name, module in target.named_modules() if name.endswith("self_attn")][shortened]
+    attention.register_forward_hook(compress, with_kwargs=True)
+    assert target.generate(prompt, max_new_tokens=8, do_sample=False).shape[1] == 13
+    with pytest.raises(ValueError, match=message):
+        target.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=drafter)
 
 
-class OwnUpdate(LlamaForCausalLM):
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._update_model_kwargs_for_generation(*args, **kwargs)
-
-
-class OwnAssistedLoop(LlamaForCausalLM):
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("kind", [OwnLoop, OwnUpdate, OwnAssistedLoop])
-def test_steps_of_decoding_that_are_the_targets_own(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
-    step = next(name for name in vars(kind) if name.startswith("_") and not name.startswith("__"))
+@pytest.mark.parametrize(
+    "step",
+    [
+        "_sample", "_assisted_decoding", "_update_model_kwargs_for_generation", "_has_unfinished_sequences",
+        "_optimize_model_for_decode",
+    ],
+)  # fmt: skip
+def test_steps_of_decoding_that_are_the_targets_own(target: PreTrainedModel, step: str) -> None:
+    kind = type("OwnLlama", (LlamaForCausalLM,), {step: lambda *_, **__: pytest.fail("it runs")})
     own = kind(target.config).double().eval()
-    refuses(own, f"{kind.__name__} decodes with a `{step}` of its own")
+    refuses(own, f"OwnLlama decodes with a `{step}` of its own")
     with pytest.raises(ValueError, match=step):
         attach(own, make_drafter(target))
 

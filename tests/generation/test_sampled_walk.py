@@ -10,7 +10,6 @@ from transformers import MaxTimeCriteria, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation import token_choice, token_draws
-from transformers_gumiho.generation.tree.draft_tree import DraftTree
 
 
 EOS = {"eos_token_id": 7}
@@ -39,19 +38,10 @@ def pair() -> Pair:
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
-    """Samples in one walk on a CPU, too. Holds the trees that were walked so."""
-    walked: list[DraftTree] = []
-
-    draw_at_nodes = token_choice.draw_at_nodes
-
-    def drawing(tree: DraftTree, *args: torch.Tensor) -> torch.Tensor:
-        walked.append(tree)
-        return draw_at_nodes(tree, *args)
-
+def walks(monkeypatch: pytest.MonkeyPatch, calls_of: Any) -> list[Any]:
+    """Samples in one walk on a CPU, too. Holds the calls that do so; the first argument of each is the tree."""
     monkeypatch.setattr(token_choice, "_AT_ONCE_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(token_choice, "draw_at_nodes", drawing)
-    return walked
+    return calls_of(token_choice, "draw_at_nodes")
 
 
 def sample(target: PreTrainedModel, lengths: list[int], seed: int, **kwargs: Any) -> tuple[Any, torch.Tensor]:
@@ -77,7 +67,7 @@ def check_same(target: PreTrainedModel, drafter: GumihoModel, lengths: list[int]
 
 @pytest.mark.parametrize(("lengths", "kwargs"), WAYS.values(), ids=WAYS)
 def test_text_records_and_generator_are_those_of_plain_decoding(
-    lengths: list[int], kwargs: dict[str, Any], pair: Pair, walks: list[DraftTree]
+    lengths: list[int], kwargs: dict[str, Any], pair: Pair, walks: list[Any]
 ) -> None:
     for seed in range(3):
         check_same(*pair, lengths, seed, **kwargs)
@@ -85,7 +75,7 @@ def test_text_records_and_generator_are_those_of_plain_decoding(
 
 
 def test_rows_that_are_far_ahead_are_drawn_one_token_after_the_other(
-    pair: Pair, walks: list[DraftTree], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, walks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_draws, "_KEPT_BYTES", 0)
     monkeypatch.setattr(token_draws, "_MIN_KEPT", 9)
@@ -112,29 +102,27 @@ class Streamer(Recorder):
     ],
     ids=lambda kwargs: next(iter(kwargs)),
 )
-def test_where_tokens_follow_each_other(kwargs: dict[str, Any], pair: Pair, walks: list[DraftTree]) -> None:
+def test_where_tokens_follow_each_other(kwargs: dict[str, Any], pair: Pair, walks: list[Any]) -> None:
     for seed in range(2):
         check_same(*pair, [5], seed, **kwargs)
     assert not walks
 
 
 def test_scores_that_take_much_memory_are_not_held(
-    pair: Pair, walks: list[DraftTree], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, walks: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_choice, "_MAX_BYTES", 4 * 8 - 1)  # less than the scores of a node
     check_same(*pair, [5], 0)
     assert not walks
 
 
-def test_a_cpu_draws_at_visited_nodes_alone(
-    pair: Pair, walks: list[DraftTree], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
+def test_a_cpu_draws_at_visited_nodes_alone(pair: Pair, calls_of: Any) -> None:
+    walks = calls_of(token_choice, "draw_at_nodes")
     check_same(*pair, [5], 0)
     assert not walks
 
 
-def test_only_what_is_committed_must_be_a_distribution(pair: Pair, walks: list[DraftTree]) -> None:
+def test_only_what_is_committed_must_be_a_distribution(pair: Pair, walks: list[Any]) -> None:
     """After one token the target's logits are NaN: at drafts that are not chosen, or after the end of the text."""
     target, drafter = pair
 
@@ -146,7 +134,7 @@ def test_only_what_is_committed_must_be_a_distribution(pair: Pair, walks: list[D
         for seed in range(4):
             check_same(target, drafter, [5], seed, suppress_tokens=[6])
             check_same(target, drafter, [5], seed, eos_token_id=6)
-        assert any((tree.tokens[:, 1:] == 6).any() for tree in walks)
+        assert any((walk.args[0].tokens[:, 1:] == 6).any() for walk in walks)
         num_walks = len(walks)
         for assistant in ({}, {"assistant_model": drafter}):
             with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
@@ -157,7 +145,7 @@ def test_only_what_is_committed_must_be_a_distribution(pair: Pair, walks: list[D
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("lengths", "kwargs"), WAYS.values(), ids=WAYS)
-def test_on_a_gpu(lengths: list[int], kwargs: dict[str, Any], walks: list[DraftTree]) -> None:
+def test_on_a_gpu(lengths: list[int], kwargs: dict[str, Any], walks: list[Any]) -> None:
     target = make_target(seed=3).to("cuda")
     drafter = make_drafter(target, num_assistant_tokens=20, branching_factor=4).to("cuda")
     for seed in range(3):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from targets import equals_plain, make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target
 from transformers import MaxLengthCriteria, StopStringCriteria
 
 from transformers_gumiho.generation import token_choice, token_draws
@@ -39,56 +39,16 @@ def variates(draws: TokenDraws, num_draws: int, step: int = 1) -> list[torch.Ten
     return list(draws.take(num_draws, 11, [step] * 2).unbind(1))
 
 
-@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 7), (3, 50), (2, 4097)])
-def test_noise_is_that_of_the_next_draws(batch_size: int, vocab_size: int) -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(5, batch_size, vocab_size) * 2
-    torch.manual_seed(1)
-    steps = [1] * batch_size
-    noise = draws_after_one(batch_size, vocab_size).peek(5, vocab_size, steps)
-    assert noise.shape == (batch_size, 5, vocab_size)
-    some = draws_after_one(batch_size, vocab_size).peek(5, vocab_size, steps, torch.tensor([4, 1, 6]))
-    assert torch.equal(some, noise[:, :, [4, 1, 6]])
-    drawn = draw(scores)
-    assert torch.equal((scores + noise.transpose(0, 1)).argmax(dim=-1), drawn)
-    # The generator was left as it was: the draws are those of the seed.
-    torch.manual_seed(1)
-    assert torch.equal(draw(scores), drawn)
-
-
-@settings(deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=8))
-def test_noise_stays_that_of_the_next_draws(steps: list[tuple[int, int, bool]]) -> None:
-    torch.manual_seed(0)
-    draws = draws_after_one(2, 11)
-    for num_peeked, num_drawn, others_draw in steps:
-        exponentials = torch.stack(variates(draws, num_peeked))
-        state = torch.get_rng_state()
-        assert torch.equal((1 / exponentials).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
-        # As many draws are made as come to be needed, and somebody else may draw as well.
-        torch.set_rng_state(state)
-        if num_drawn:
-            draw(torch.zeros(num_drawn, 2, 11))
-        if others_draw:
-            torch.rand(3)
-
-
-def test_noise_that_was_seen_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    exponential, num_made = torch.Tensor.exponential_, []
-
-    def counting_exponential(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num_made.append(1)
-        return exponential(self, *args, **kwargs)
-
+def test_noise_that_was_seen_is_not_made_again(calls_of: Any) -> None:
     draws = draws_after_one(1, 11)
-    monkeypatch.setattr(torch.Tensor, "exponential_", counting_exponential)
+    made = calls_of(torch.Tensor, "exponential_")
     first = draws.peek(5, 11, [1])
     for step in (1, 2):
         draws.draw(torch.zeros(1, 11), [step])
     draws.forget([3])
     second = draws.peek(5, 11, [3])
     assert torch.equal(first[:, 2:], second[:, :3])
-    assert len(num_made) == 5 + 2
+    assert len(made) == 5 + 2
 
 
 @pytest.mark.parametrize("others_draw", [False, True])
@@ -135,8 +95,7 @@ def test_what_is_left_is_not_given_back_where_others_have_drawn_since() -> None:
 
 
 def test_threads_that_sample_batches_draw_different_numbers() -> None:
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     texts: list[torch.Tensor] = []
     together = threading.Barrier(2)
 
@@ -156,24 +115,22 @@ def test_threads_that_sample_batches_draw_different_numbers() -> None:
 
 
 @settings(deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=8))
-def test_what_was_seen_is_drawn_as_if_it_had_not_been(steps: list[tuple[int, bool]]) -> None:
+@given(steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=8))
+def test_noise_that_is_seen_is_that_of_the_next_draws(steps: list[tuple[int, int]]) -> None:
     """The generator is where `torch.multinomial` leaves it, whatever was seen, and whoever else draws."""
     runs = []
-    for draws in ("plain", "seen"):
+    for is_seen in (False, True):
         torch.manual_seed(0)
-        seen, drawn = draws_after_one(2, 11), []
-        for step, (num_peeked, others_draw) in enumerate(steps, start=1):
-            if draws == "plain":
-                drawn.append(torch.multinomial(torch.ones(2, 11), 1))
-            else:
-                if num_peeked:
-                    variates(seen, num_peeked, step)
-                drawn.append(seen.draw(torch.zeros(2, 11), [step] * 2))
-                seen.forget([step + 1] * 2)
-            if others_draw:
-                drawn.append(torch.randint(99, (2, 1)))
-        runs.append((torch.cat(drawn) if drawn else torch.empty(0), torch.get_rng_state()))
+        draws, drawn = draws_after_one(2, 11), []
+        for step, (num_peeked, num_of_others) in enumerate(steps, start=1):
+            if is_seen and num_peeked:
+                exponentials, state = torch.stack(variates(draws, num_peeked, step)), torch.get_rng_state()
+                assert torch.equal((1 / exponentials).argmax(dim=-1), draw(torch.zeros(num_peeked, 2, 11)))
+                torch.set_rng_state(state)
+            drawn.append(draws.draw(torch.zeros(2, 11), [step] * 2) if is_seen else torch.ones(2, 11).multinomial(1))
+            draws.forget([step + 1] * 2)
+            drawn.append(torch.randint(99, (2, num_of_others)))
+        runs.append((torch.cat([torch.empty(2, 0), *drawn], dim=1), torch.get_rng_state()))
     assert all(map(torch.equal, *runs))
 
 
@@ -212,8 +169,7 @@ def test_what_is_no_distribution_is_refused_as_in_plain_decoding(lengths: list[i
 
 
 @pytest.mark.parametrize(
-    ("max_lead", "warpers"),
-    [(None, WARPERS[0]), (None, WARPERS[1]), (1, WARPERS[0]), (3, WARPERS[1])],
+    ("max_lead", "warpers"), [(None, WARPERS[0]), (None, WARPERS[1]), (1, WARPERS[0]), (3, WARPERS[1])]
 )
 def test_batches_sample_the_text_of_the_seed(
     warpers: dict[str, Any], max_lead: int | None, monkeypatch: pytest.MonkeyPatch
@@ -222,8 +178,7 @@ def test_batches_sample_the_text_of_the_seed(
     if max_lead is not None:
         monkeypatch.setattr(token_draws, "_KEPT_BYTES", 0)
         monkeypatch.setattr(token_draws, "_MIN_KEPT", max_lead)
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     ended, parted = set(), 0
     for lengths in ([9, 4, 1], [3] * 6):
         for seed in range(2):
@@ -262,8 +217,7 @@ def test_a_batch_that_ends_together_draws_as_often_as_plain_decoding(monkeypatch
             return (input_ids[:, -1] % 5 == 0) & (torch.tensor(input_ids.shape[1] > 12))
 
     monkeypatch.setattr(token_choice, "_ROW_WISE_CRITERIA", {MaxLengthCriteria, EndsAtToken})
-    target = make_target(seed=3)
-    drafter = make_drafter(target, num_assistant_tokens=16, branching_factor=3)
+    target, drafter = make_pair(seed=3, num_assistant_tokens=16, branching_factor=3)
     target.generation_config.eos_token_id = None
     for seed in range(4):
         arguments = {**make_prompts([9, 4, 1]), "max_new_tokens": 60, "do_sample": True}

@@ -7,10 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from targets import make_drafter, make_prompts, make_target
-from trainers import make_args, make_rows
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.training import GumihoTrainer
 
 
 def saved_without(folder: Path, seed: int = 0, family: str = "llama") -> GumihoModel:
@@ -92,16 +90,3 @@ def test_equal_embeddings_share_memory_and_others_stay() -> None:
     other = make_target(seed=1)
     assert not drafter.share_embedding(other)
     assert torch.equal(drafter.embed_tokens.weight, embedding)
-
-
-def test_it_can_be_trained(tmp_path: Path) -> None:
-    target = make_target().float()
-    saved_without(tmp_path / "drafter")
-    loaded = GumihoModel.from_pretrained(tmp_path / "drafter", dtype=torch.float32)
-    args = make_args(tmp_path, max_steps=2)
-    trainer = GumihoTrainer(loaded, args, target=target, train_dataset=make_rows(4))
-    trainer.train()
-    trainer.save_model(tmp_path / "trained")
-    trained = GumihoModel.from_pretrained(tmp_path / "trained")
-    assert not trained.config.has_embedding
-    assert not torch.equal(trained.fc.weight, GumihoModel.from_pretrained(tmp_path / "drafter").fc.weight)

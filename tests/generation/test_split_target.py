@@ -69,12 +69,13 @@ def test_an_offloaded_target(caplog: pytest.LogCaptureFixture, tmp_path: Path) -
     lent = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
     offloaded = cpu_offload(make_target(), execution_device=torch.device("cpu"))
     call = {**make_prompts([6]), "max_new_tokens": 30, "do_sample": False}
+    plain = whole.generate(**call)
     for target in (whole, offloaded):
         output = target.generate(**call, assistant_model=drafter, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain)
         assert max(output.tree_sizes) == 12
     with pytest.raises(ValueError, match="token embedding is offloaded"):
         offloaded.generate(**call, assistant_model=lent)
-    plain = whole.generate(**call)
     with attached(offloaded, lent):
         for _ in range(2):
             assert torch.equal(offloaded.generate(**call), plain)

@@ -67,18 +67,6 @@ def test_caches_have_room_for_the_last_tree(branching_factor: int, monkeypatch: 
                     equals_plain(target, drafter, drafted=static, **given, max_new_tokens=max_new_tokens)
 
 
-def test_cache_can_be_continued_from() -> None:
-    target, drafter = make_pair()
-    prompt = make_prompts([7])
-    greedy = {"do_sample": False, "assistant_model": drafter}
-    first = target.generate(
-        **prompt, max_new_tokens=9, cache_implementation="static", return_dict_in_generate=True, **greedy
-    )
-    turn = {"attention_mask": torch.ones_like(first.sequences), CACHE_NAME: first[CACHE_NAME], "max_new_tokens": 9}
-    second = target.generate(first.sequences, **turn, **greedy)
-    assert torch.equal(second, target.generate(**prompt, max_new_tokens=18, do_sample=False))
-
-
 @pytest.mark.usefixtures("_forget_compiled")
 @pytest.mark.parametrize(
     ("family", "settings"),

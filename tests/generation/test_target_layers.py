@@ -9,7 +9,7 @@ from chains import make_chain_target
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from targets import equals_plain, make_drafter, make_prompts, make_target
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target
 from transformers import LlamaConfig
 
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -40,8 +40,7 @@ def test_states_are_those_that_transformers_returns(family: str, layer_ids: list
 )
 @pytest.mark.parametrize("layer_ids", [[0, 2], [1]], ids=str)
 def test_text_equals_plain(layer_ids: list[int], lengths: list[int], generation: dict[str, Any]) -> None:
-    target = make_target(num_layers=3)
-    drafter = make_drafter(target, target_layer_ids=layer_ids, num_assistant_tokens=20)
+    target, drafter = make_pair(num_layers=3, target_layer_ids=layer_ids, num_assistant_tokens=20)
     arguments = {**make_prompts(lengths), "max_new_tokens": 30, **generation}
     for drafted in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 2}):
         equals_plain(target, drafter, seed=3, drafted=drafted, **arguments)
@@ -114,8 +113,7 @@ def test_a_new_fusion_drafts_as_without(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_an_adapter_of_the_fusion_reads_what_it_reads() -> None:
-    target = make_target(num_layers=3)
-    drafter = make_drafter(target, target_layer_ids=[0, 2])
+    drafter = make_drafter(make_target(num_layers=3), target_layer_ids=[0, 2])
     wrapped = get_peft_model(drafter, LoraConfig(r=2, target_modules=["layer_fusion"], init_lora_weights=False))
     states = 10 * torch.randn(1, 5, drafter.config.drafter_input_size, dtype=drafter.dtype)
     with torch.no_grad():
@@ -159,8 +157,7 @@ def test_layers_are_counted_from_either_end() -> None:
 
 
 def test_a_target_without_the_layers_is_refused() -> None:
-    target = make_target(num_layers=3)
-    drafter = make_drafter(target, target_layer_ids=LAYERS)
+    target, drafter = make_pair(num_layers=3, target_layer_ids=LAYERS)
     drafter.config.target_layer_ids = [0, 1, 7]
     with pytest.raises(ValueError, match=r"reads the layers \[0, 1, 7\].*LlamaForCausalLM has 3, 0 to 2"):
         target.generate(**make_prompts([4]), assistant_model=drafter)

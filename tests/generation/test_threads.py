@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from targets import make_drafter, make_prompts, make_target
-from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.verification.target_states import keep_states
@@ -63,28 +63,3 @@ def test_another_thread_takes_its_hook_away_during_a_pass(target: PreTrainedMode
     handles.append(decoder.register_forward_hook(keep_states))
     assert torch.equal(target.generate(**PROMPTS[0], **settings, assistant_model=drafter), plain)
     handles[0].remove()
-
-
-class Words:
-    """Stands in for a tokenizer: each id is a word."""
-
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        return "".join(f"{int(token)} " for token in token_ids)
-
-
-def test_streamers_of_generations_in_the_background(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    single = [make_prompts([length], seed=length) for length in (4, 6, 9)]
-    settings = {"max_new_tokens": 32, "do_sample": False}
-    plain = [target.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :] for prompt in single]
-    streamers = [TextIteratorStreamer(Words(), skip_prompt=True, timeout=60) for _ in single]
-    with ThreadPoolExecutor(max_workers=len(single)) as pool:
-        texts = [
-            pool.submit(target.generate, **prompt, **settings, assistant_model=drafter, streamer=streamer)
-            for prompt, streamer in zip(single, streamers, strict=True)
-        ]
-        pieces = [list(streamer) for streamer in streamers]
-        for text in texts:
-            text.result()
-    for expected, received in zip(plain, pieces, strict=True):
-        assert "".join(received) == Words().decode(expected.tolist())
-        assert len(received) > 4, "the text came in pieces"

@@ -1,6 +1,5 @@
 """Targets loaded with attention that takes no tree mask: trees are verified by masked attention, all else stays."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
-from targets import equals_plain, make_drafter, make_prompts, make_target, passes_of
+from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -134,32 +133,6 @@ def test_chains_stay_with_the_own_kernel(register: Callable[[str], FlashAttentio
     flash, target = register("flash_attention_2"), load_with("flash_attention_2", make_chain_target("lfm2"))
     equals_plain(target, make_chain_drafter(target), lengths=[9], max_new_tokens=24)
     assert {num_queries for num_queries in flash.passes if num_queries not in (1, 9)}, "chains, too"
-
-
-def test_other_threads_keep_the_own_kernel(register: Callable[[str], FlashAttention]) -> None:
-    register("flash_attention_2")
-    target = load_with("flash_attention_2", make_target())
-    drafter, prompts = make_drafter(target, num_assistant_tokens=20), make_prompts([9])
-    ours, refused = threading.current_thread(), []
-
-    def run_with_a_mask() -> None:
-        try:
-            target(prompts["input_ids"], attention_mask=torch.zeros(1, 1, 9, 9, dtype=torch.float64))
-        except AssertionError:
-            refused.append(True)
-
-    def run_elsewhere(*_: Any) -> None:
-        if threading.current_thread() is ours:
-            thread = threading.Thread(target=run_with_a_mask)
-            thread.start()
-            thread.join()
-
-    handle = target.model.layers[1].register_forward_pre_hook(run_elsewhere)
-    passes, _ = passes_of(
-        target.model, lambda: target.generate(**prompts, max_new_tokens=8, do_sample=False, assistant_model=drafter)
-    )
-    handle.remove()
-    assert len(refused) == passes > 2, "in the middle of each pass of ours"
 
 
 def test_refusals(register: Callable[[str], FlashAttention], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import partly_right_drafts as drafts
 import torch
-from targets import LARGE_TREES
+from targets import LARGE_TREES, make_prompts
 from tiny_configs import VOCAB_SIZE, small_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -118,6 +119,21 @@ def make_chain_drafter(target: PreTrainedModel, **settings: object) -> GumihoMod
     for name, value in (LARGE_TREES | settings).items():
         setattr(drafter.generation_config, name, value)
     return drafter
+
+
+def both(
+    target: PreTrainedModel, lengths: list[int], drafter: GumihoModel | None = None, **settings: Any
+) -> tuple[Any, Any]:
+    """Asserts that drafts that are right in part leave the text as it is; returns what plain and drafted calls do."""
+    settings = {**make_prompts(lengths), "max_new_tokens": 36, "return_dict_in_generate": True} | settings
+    drafter = drafter or make_chain_drafter(target)
+    torch.manual_seed(1)
+    plain = target.generate(**settings)
+    torch.manual_seed(1)
+    with partly_right_drafts(plain.sequences, max(lengths)):
+        drafted = target.generate(**settings, assistant_model=drafter)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    return plain, drafted
 
 
 def draft_rate(accepted_lengths: list[list[int]]) -> float:

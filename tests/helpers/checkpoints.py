@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+from vllm_reader import expected_shapes
 
 from transformers_gumiho import GumihoConfig
 
@@ -14,40 +15,12 @@ from transformers_gumiho import GumihoConfig
 HIDDEN_SIZE, VOCAB_SIZE = 32, 50
 
 
-# The tensors of a released checkpoint, by the names and shapes of the reference.
 def reference_shapes(hidden: int, ffn: int, kv: int, vocab: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (vocab, hidden),
-        "fc.weight": (hidden, 2 * hidden),
-        "fc.bias": (hidden,),
-        "layers.1.input_layernorm.weight": (hidden,),
-    }
-    for layer in range(2):
-        prefix = f"layers.{layer}."
-        shapes |= {
-            prefix + "self_attn.q_proj.weight": (hidden, hidden),
-            prefix + "self_attn.k_proj.weight": (kv, hidden),
-            prefix + "self_attn.v_proj.weight": (kv, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, hidden),
-            prefix + "mlp.gate_proj.weight": (ffn, hidden),
-            prefix + "mlp.up_proj.weight": (ffn, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, ffn),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-        }
-    for head in range(5):
-        for block in range(6):
-            shapes[f"mlp.{head}.{block}.linear.weight"] = (hidden, hidden if block else 2 * hidden)
-            shapes[f"mlp.{head}.{block}.linear.bias"] = (hidden,)
-    return shapes
-
-
-def write_reference_checkpoint(folder: Path, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint as the reference does: a pickle of fp16 tensors, next to a config in vLLM's layout."""
-    torch.manual_seed(1)
-    weights = {name: torch.randn(shape).to(dtype) for name, shape in reference_shapes(32, 48, 16, 50).items()}
-    torch.save(weights, folder / "pytorch_model.bin")
-    small_config().save_pretrained(folder)
-    return weights
+    """Returns the tensors of a released checkpoint, by the names and shapes of the reference."""
+    heads = {"head_dim": 1, "num_attention_heads": hidden, "num_key_value_heads": kv}
+    biases = {"gumiho_fc_bias": True, "attention_bias": False, "mlp_bias": False}
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab, "num_hidden_layers": 2}
+    return expected_shapes(sizes | heads | biases, num_speculative_tokens=7)
 
 
 REPO = "amd/Gumiho-llama3-8b"
@@ -55,26 +28,12 @@ REPO = "amd/Gumiho-llama3-8b"
 
 # A tiny Llama, as the reference writes its configs, and around it what vLLM adds.
 LLAMA_FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.31.0.dev0",
-    "vocab_size": 50,
-}
+    "architectures": ["LlamaForCausalLM"], "bias": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": 0,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0", "vocab_size": 50,
+}  # fmt: skip
 
 
 VLLM_FIELDS: dict[str, Any] = {
@@ -92,21 +51,33 @@ def make_weights(seed: int = 1) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
 
 
-def write_weights(folder: Path, weights: dict[str, torch.Tensor], form: str = "bin") -> list[Path]:
+def write_weights(folder: Path, weights: dict[str, Any], form: str = "bin", variant: str = "") -> list[Path]:
     """Writes a checkpoint's tensors in one of the forms of weight files, and returns the files."""
-    if form == "safetensors":
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return [folder / "model.safetensors"]
-    if form == "bin":
-        torch.save(weights, folder / "pytorch_model.bin")
-        return [folder / "pytorch_model.bin"]
-    names = list(weights)
-    shards = {"pytorch_model-1-of-2.bin": names[:30], "pytorch_model-2-of-2.bin": names[30:]}
+    suffix, *options = form.split("_")
+    stem = {"bin": "pytorch_model", "safetensors": "model"}[suffix]
+    names, index = list(weights), folder / f"{stem}.{suffix}.index.json"
+    shards = {folder / f"{stem}{variant}.{suffix}": names}
+    if "sharded" in options:
+        shards = {folder / f"{stem}-1-of-2.{suffix}": names[:9], folder / f"{stem}-2-of-2.{suffix}": names[9:]}
+        weight_map = {name: file.name for file, held in shards.items() for name in held}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     for file, held in shards.items():
-        torch.save({name: weights[name] for name in held}, folder / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    return [folder / name for name in (*shards, "pytorch_model.bin.index.json")]
+        part = {name: weights[name] for name in held}
+        if suffix == "safetensors":
+            save_file(part, file, metadata={"format": "pt"})
+        else:
+            torch.save(part, file, _use_new_zipfile_serialization="legacy" not in options)
+    return [*shards, *([index] if "sharded" in options else [])]
+
+
+def write_checkpoint(
+    folder: Path, extra: dict[str, Any] | None = None, form: str = "bin", variant: str = ""
+) -> dict[str, Any]:
+    """Writes a checkpoint as the reference does, with further entries, next to a config in vLLM's layout."""
+    weights = make_weights() | (extra or {})
+    write_weights(folder, weights, form, variant)
+    small_config().save_pretrained(folder)
+    return weights
 
 
 def small_config(**overrides: Any) -> GumihoConfig:

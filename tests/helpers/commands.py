@@ -1,7 +1,9 @@
 """The command `gumiho`, run in this process."""
 
+import io
 import re
 import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -9,11 +11,16 @@ import pytest
 from transformers_gumiho import cli
 
 
-def gumiho(*words: object) -> None:
-    """Runs `gumiho` with these words."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["gumiho", *map(str, words)])
-        cli.main()
+def gumiho(*words: object) -> str:
+    """Runs `gumiho` with these words; returns what it writes to the standard output, where it stands afterwards."""
+    written = io.StringIO()
+    try:
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(written):
+            patch.setattr(sys, "argv", ["gumiho", *map(str, words)])
+            cli.main()
+    finally:
+        sys.stdout.write(written.getvalue())
+    return written.getvalue()
 
 
 def refuse(message: str, *words: object) -> None:

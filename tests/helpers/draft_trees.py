@@ -1,8 +1,14 @@
 """The draft trees of a generation, and reading them node by node."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 from transformers_gumiho.generation.observers import GenerationObserver
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.verification.session import CommittedTokens
 
 
 class Trees(GenerationObserver):
@@ -13,6 +19,19 @@ class Trees(GenerationObserver):
 
     def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
         self.trees.append(tree)
+
+
+@contextmanager
+def recorded_drafts() -> Iterator[list[tuple[CommittedTokens, DraftTree]]]:
+    """Yields what will hold, for each cycle, what the drafter reads and the tree that it drafts then."""
+    draft, drafts = GumihoDrafter.draft, []
+
+    def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
+        drafts.append((committed, draft(self, committed)))
+        return drafts[-1][1]
+
+    with mock.patch.object(GumihoDrafter, "draft", recording):
+        yield drafts
 
 
 def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:

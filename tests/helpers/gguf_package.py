@@ -18,24 +18,14 @@ def write_gguf(path: Path) -> None:
 
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_byte_characters(), "he"]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(8)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(12)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(4)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(CHATML)
+    for name, value in {
+        "context_length": 64, "embedding_length": 8, "block_count": 1, "feed_forward_length": 12, "head_count": 2,
+        "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 4, "vocab_size": len(tokens),
+        "tokenizer_model": "gpt2", "token_list": tokens, "token_types": [3, 3, 3] + [1] * (len(tokens) - 3),
+        "token_merges": ["h e"], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_id": 2,
+        "chat_template": CHATML,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
     random = np.random.default_rng(0)
     shapes = {f"blk.0.{name}.weight": shape for name, shape in NAMES.items()}
     shapes |= {"token_embd.weight": (len(tokens), 8), "output_norm.weight": (8,)}

@@ -28,6 +28,7 @@ import torch._dynamo  # some caches import it; the processes should not each do 
 import transformers
 import transformers.models.llama.modeling_llama
 from partly_right_drafts import partly_right_drafts
+from targets import make_prompts
 from tiny_configs import VOCAB_SIZE, small_config
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -72,12 +73,7 @@ def build(model_type: str) -> PreTrainedModel:
 
 
 def prompts(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Returns random prompts of these lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    input_ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        input_ids[row, -length:] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
-    return {"input_ids": input_ids, "attention_mask": (input_ids > 0).long()}
+    return make_prompts(lengths, sum(lengths), VOCAB_SIZE)
 
 
 def attempt(model_type: str, max_new_tokens: int) -> dict[str, Any]:

@@ -1,26 +1,11 @@
 """Tiny random targets of many families, and drafters for them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
 
@@ -31,45 +16,38 @@ VOCAB_SIZE = 8
 LARGE_TREES = {"num_assistant_tokens": 63, "branching_factor": 14, "break_even": 0.01}
 WINDOW = 6
 
-_COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "initializer_range": 0.6,
-}
+_TOKENS = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_COMMON = _TOKENS | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "initializer_range": 0.6,
+}  # fmt: skip
 _GROUPED = _COMMON | {"num_key_value_heads": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
 
+
+def _config(model_type: str, **fields: Any) -> Callable[[], PreTrainedConfig]:
+    return partial(AutoConfig.for_model, model_type, **fields)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_GROUPED),
-    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=WINDOW),
-    "qwen2": lambda: Qwen2Config(**_GROUPED),
-    "qwen2_mixed": lambda: Qwen2Config(**_GROUPED, **_MIXED, use_sliding_window=True),
-    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=8),
+    "llama": _config("llama", **_GROUPED),
+    "mistral": _config("mistral", **_GROUPED, sliding_window=WINDOW),
+    "qwen2": _config("qwen2", **_GROUPED),
+    "qwen2_mixed": _config("qwen2", **_GROUPED, **_MIXED, use_sliding_window=True),
+    "qwen3": _config("qwen3", **_GROUPED, head_dim=8),
     # With larger weights its soft-capped logits saturate and tie.
-    "gemma2": lambda: Gemma2Config(**_GROUPED | {"initializer_range": 0.2}, **_MIXED, head_dim=8),
-    "gemma3": lambda: Gemma3TextConfig(**_GROUPED, **_MIXED, head_dim=8),
-    "phi3": lambda: Phi3Config(**_GROUPED, sliding_window=None),
-    "phi3_sliding": lambda: Phi3Config(**_GROUPED, sliding_window=WINDOW),
-    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "gpt_oss": lambda: GptOssConfig(
-        **_GROUPED, **_MIXED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None
-    ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=3, n_head=4, n_positions=96, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0, initializer_range=0.6,
-    ),
-    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON),
-    "opt": lambda: OPTConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=96, word_embed_proj_dim=16, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        init_std=0.6,
+    "gemma2": _config("gemma2", **_GROUPED | {"initializer_range": 0.2}, **_MIXED, head_dim=8),
+    "gemma3": _config("gemma3_text", **_GROUPED, **_MIXED, head_dim=8),
+    "phi3": _config("phi3", **_GROUPED, sliding_window=None),
+    "phi3_sliding": _config("phi3", **_GROUPED, sliding_window=WINDOW),
+    "mixtral": _config("mixtral", **_GROUPED, **_EXPERTS, sliding_window=None),
+    "gpt_oss": _config("gpt_oss", **_GROUPED, **_MIXED, **_EXPERTS, head_dim=8, rope_parameters=None),
+    "gpt2": _config("gpt2", **_TOKENS, n_embd=32, n_layer=3, n_head=4, n_positions=96, initializer_range=0.6),
+    "gpt_neox": _config("gpt_neox", **_COMMON),
+    "opt": _config(
+        "opt", **_TOKENS, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=96, word_embed_proj_dim=16, init_std=0.6,
     ),
 }  # fmt: skip
 
@@ -127,14 +105,20 @@ def make_drafter(
     return drafter
 
 
-def make_prompts(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
+def make_pair(family: str = "llama", seed: int = 0, num_layers: int | None = None, **settings: Any) -> Pair:
+    """Returns a target of a family, and a drafter for it, which takes the settings (see `make_drafter`)."""
+    target = make_target(family, seed=seed, num_layers=num_layers)
+    return target, make_drafter(target, **settings)
+
+
+def make_prompts(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> dict[str, torch.Tensor]:
     """Returns random prompts of these lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     input_ids = torch.zeros(len(lengths), longest, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
     for row, length in enumerate(lengths):
-        input_ids[row, longest - length :] = torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+        input_ids[row, longest - length :] = torch.randint(1, vocab_size, (length,), generator=generator)
         attention_mask[row, longest - length :] = 1
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 

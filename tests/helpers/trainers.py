@@ -45,6 +45,13 @@ def make_trainer(target: Any, folder: Path, drafter: Any = None, **settings: Any
     return GumihoTrainer(drafter, make_args(folder, **settings), target=target, **kwargs)
 
 
+def trained(*args: Any, **settings: Any) -> GumihoTrainer:
+    """What `make_trainer` makes of these arguments, after its training."""
+    trainer = make_trainer(*args, **settings)
+    trainer.train()
+    return trainer
+
+
 def pack_pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Puts two rows each into one."""
     packed = []

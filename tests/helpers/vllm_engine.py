@@ -84,6 +84,11 @@ def metric(llm: Any, name: str) -> Any:
     return found.values if hasattr(found, "values") else found.value
 
 
+def acceptance_length(llm: Any) -> float:
+    drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
+    return 1 + accepted / drafts
+
+
 def demo_prompts() -> list[str]:
     lines = (ROOT / "examples" / "demo_pair" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]

@@ -1,16 +1,13 @@
-"""Tiny pairs that vLLM can load on a CPU, what transformers drafts with them, and how the target distributes texts."""
+"""Tiny pairs that vLLM can load on a CPU, and what transformers drafts with them."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from scipy.stats import chisquare
+from draft_trees import recorded_drafts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 
 
 # vLLM's attention on a CPU knows no smaller heads.
@@ -49,66 +46,14 @@ def make_transitions_felt(gumiho: GumihoModel, std: float = 100.0) -> None:
 
 
 def transformers_chains(
-    target: PreTrainedModel,
-    gumiho: GumihoModel,
-    prompts: list[list[int]],
-    num_tokens: int,
-    max_new_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
+    target: PreTrainedModel, gumiho: GumihoModel, prompts: list[list[int]], num_tokens: int, max_new_tokens: int
 ) -> list[list[list[int]]]:
     """Returns, for each prompt, the chains that transformers drafts for it, cycle by cycle."""
     gumiho.generation_config.update(branching_factor=1, num_assistant_tokens=num_tokens, break_even=0.01)
-    texts: list[list[list[int]]] = []
-    draft_tree = GumihoDrafter.draft
-
-    def recording(self: GumihoDrafter, committed: Any) -> Any:
-        tree = draft_tree(self, committed)
-        texts[-1].append(tree.tokens[0, 1:].tolist())
-        return tree
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GumihoDrafter, "draft", recording)
-        for prompt in prompts:
-            texts.append([])
-            settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = []
+    for prompt in prompts:
+        with recorded_drafts() as drafts:
             target.generate(torch.tensor([prompt]), **settings, assistant_model=gumiho)
+        texts.append([tree.tokens[0, 1:].tolist() for _, tree in drafts])
     return texts
-
-
-def exact_distribution(target: PreTrainedModel, prompt: list[int], temperature: float, top_p: float) -> torch.Tensor:
-    """Returns the probabilities `(V, V, V, V)` of the next four tokens."""
-
-    def next_probabilities(tokens: list[int]) -> torch.Tensor:
-        logits = target(torch.tensor([tokens])).logits[0, -1].double() / temperature
-        probabilities, order = logits.softmax(dim=-1).sort(descending=True)
-        # The token that the sum passes `top_p` with is still in.
-        probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0.0
-        return torch.zeros_like(logits).scatter(0, order, probabilities / probabilities.sum())
-
-    vocab_size = target.config.vocab_size
-    joint = torch.ones(vocab_size, vocab_size, vocab_size, vocab_size, dtype=torch.float64)
-    with torch.no_grad():
-        for length in range(joint.ndim):
-            for tokens in itertools.product(range(vocab_size), repeat=length):
-                shape = (vocab_size, *[1] * (joint.ndim - length - 1))
-                joint[tokens] *= next_probabilities([*prompt, *tokens]).view(shape)
-    return joint
-
-
-def p_value(texts: list[list[int]], expected: torch.Tensor) -> float:
-    """
-    Returns that of a chi-square test of texts of four tokens; cells that are expected to be nearly empty are one.
-
-    Raises:
-        AssertionError: A text is one that cannot be.
-    """
-    counts = torch.zeros_like(expected)
-    for text in texts:
-        counts[tuple(text)] += 1
-    assert counts[expected == 0].sum() == 0
-    wanted = expected.flatten() * len(texts)
-    common = wanted >= 5
-    found = [*counts.flatten()[common].tolist(), counts.flatten()[~common].sum().item()]
-    theirs = [*wanted[common].tolist(), wanted[~common].sum().item()]
-    keep = [index for index, value in enumerate(theirs) if value > 0]
-    return float(chisquare([found[index] for index in keep], [theirs[index] for index in keep]).pvalue)

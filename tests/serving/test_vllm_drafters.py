@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_weights
+from distributions import exact_probabilities, p_value
 from hub_cache import write_to_hub_cache
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedModel, Qwen3Config
@@ -17,10 +18,8 @@ from vllm_engine import drafter_of, drafting_with, engine, metric, recorded_chai
 from vllm_pairs import (
     FIELDS,
     UNSURE_FIELDS,
-    exact_distribution,
     make_gumiho,
     make_transitions_felt,
-    p_value,
     transformers_chains,
     write_target,
 )
@@ -43,15 +42,13 @@ def vllm_chains(llm: Any) -> list[list[list[int]]]:
     return texts
 
 
-def test_drafter_of_unusual_parts_for_a_target_that_is_no_llama(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_of_unusual_parts_for_a_target_that_is_no_llama(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", Qwen3Config(**FIELDS, vocab_size=64))
     parts = {"num_serial_tokens": 3, "num_parallel_heads": 2, "num_residual_blocks": 1, "gumiho_fc_bias": False}
     gumiho = make_gumiho(target, **parts, attention_bias=True, mlp_bias=True, num_hidden_layers=1)
     gumiho.generation_config.draft_vocabulary = [*range(40, 0, -2), 63]
     gumiho.save_pretrained(tmp_path / "gumiho", save_embedding=False)
-    expected = transformers_chains(target, gumiho, PROMPTS, 5, 16, monkeypatch)
+    expected = transformers_chains(target, gumiho, PROMPTS, 5, 16)
     with engine(tmp_path / "target", drafting_with(tmp_path / "gumiho", 5), skip_tokenizer_init=True) as llm:
         found = vllm_chains(llm)
     for chains, theirs in zip(found, expected, strict=True):
@@ -74,16 +71,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, list[int] | None, int]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chains_of_drafters_with_more_than_the_released_ones_have(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_drafters_with_more_than_the_released_ones_have(kind: str, tmp_path: Path) -> None:
     parts, method, vocabulary, num_tokens = KINDS[kind]
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS | {"num_hidden_layers": 3}, vocab_size=64))
     gumiho = make_gumiho(target, **parts)
     make_transitions_felt(gumiho)
     gumiho.generation_config.draft_vocabulary = vocabulary
     gumiho.save_pretrained(tmp_path / "gumiho")
-    expected = transformers_chains(target, gumiho, PROMPTS, num_tokens, 16, monkeypatch)
+    expected = transformers_chains(target, gumiho, PROMPTS, num_tokens, 16)
     speculative_config = drafting_with(tmp_path / "gumiho", num_tokens, method=method)
     with engine(tmp_path / "target", speculative_config, skip_tokenizer_init=True) as llm:
         found = vllm_chains(llm)
@@ -93,7 +88,7 @@ def test_chains_of_drafters_with_more_than_the_released_ones_have(
         transition.up.data.zero_()
     if gumiho.layer_fusion is not None:
         gumiho.layer_fusion.weight.data[:, :64] = 0
-    assert transformers_chains(target, gumiho, PROMPTS, num_tokens, 16, monkeypatch) != expected
+    assert transformers_chains(target, gumiho, PROMPTS, num_tokens, 16) != expected
 
 
 SCALED = [
@@ -200,10 +195,10 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pre
 
 
 def test_released_drafter_without_a_config_by_its_name(
-    released: tuple[Path, PreTrainedModel, GumihoModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    released: tuple[Path, PreTrainedModel, GumihoModel], tmp_path: Path
 ) -> None:
     snapshot, target, gumiho = released
-    expected = transformers_chains(target, gumiho, PROMPTS, 4, 16, monkeypatch)
+    expected = transformers_chains(target, gumiho, PROMPTS, 4, 16)
     # Of its five heads, a chain of four tokens uses two.
     with engine(tmp_path / "target", drafting_with(snapshot, 4), skip_tokenizer_init=True) as llm:
         found = vllm_chains(llm)
@@ -233,14 +228,15 @@ def test_sampled_texts_have_the_distribution_of_the_target(
     gumiho.save_pretrained(tmp_path / "gumiho")
     speculative_config = drafting_with(tmp_path / "gumiho", 4, draft_sample_method=method)
     settings = {"skip_tokenizer_init": True, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    prompt = torch.tensor([[1, 2, 3]])
     with engine(tmp_path / "target", speculative_config, **settings, kv_cache_memory_bytes=2**26) as llm:
         for temperature, top_p in ((0.7, 1.0), (1.0, 0.8)):
             sampling = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=4, n=64, detokenize=False)
             texts: list[list[int]] = []
             for _ in range(24):
-                (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
+                (output,) = llm.generate([{"prompt_token_ids": prompt[0].tolist()}], sampling, use_tqdm=False)
                 texts += [list(completion.token_ids) for completion in output.outputs]
-            assert p_value(texts, exact_distribution(target, [1, 2, 3], temperature, top_p)) > 1e-4
+            assert p_value(torch.tensor(texts), exact_probabilities(target, prompt, 4, temperature, top_p)) > 1e-4
         drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
         # Both what is accepted and what is drawn instead is among the texts.
         assert 0.1 * drafts < accepted < 1.9 * drafts

@@ -31,30 +31,30 @@ def run(target: Path, drafter: Path, num_tokens: int, **settings: Any) -> dict[s
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
-def test_texts_and_chains_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_and_chains_are_those_of_transformers() -> None:
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     gumiho = GumihoModel.from_pretrained(DEMO_DRAFTER, dtype=torch.float32)
     prompt = AutoTokenizer.from_pretrained(DEMO_TARGET)("def __init__(self, ", return_tensors="pt").input_ids
     text = target.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)[0, prompt.shape[1] :]
-    (drafted,) = transformers_chains(target, gumiho, prompt.tolist(), 7, 16, monkeypatch)
+    (drafted,) = transformers_chains(target, gumiho, prompt.tolist(), 7, 16)
     found = run(DEMO_TARGET, DEMO_DRAFTER, 7, prompts=prompt.tolist(), max_tokens=16)
     assert found["class"] == "GumihoSpeculator"
     assert found["texts"] == [text.tolist()]
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
 
 
-def test_chains_with_transitions_from_several_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_with_transitions_from_several_layers(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", LlamaConfig(**FIELDS, vocab_size=64))
     gumiho = make_gumiho(target, transition_rank=4, target_layer_ids=[0, 1])
     make_transitions_felt(gumiho)
     gumiho.save_pretrained(tmp_path / "gumiho")
-    (drafted,) = transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch)
+    (drafted,) = transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8)
     settings = {"speculation": {"method": "eagle3"}, "engine": {"skip_tokenizer_init": True}}
     found = run(tmp_path / "target", tmp_path / "gumiho", 5, prompts=[[1, 2, 3, 4, 5]], max_tokens=8, **settings)
     assert [chains[0] for chains in found["steps"]][: len(drafted)] == drafted
     for transition in gumiho.transition:
         transition.up.data.zero_()
-    assert transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8, monkeypatch) != [drafted]
+    assert transformers_chains(target, gumiho, [[1, 2, 3, 4, 5]], 5, 8) != [drafted]
 
 
 def test_how_much_is_drafted_follows_the_number_of_requests() -> None:

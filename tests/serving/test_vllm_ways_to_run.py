@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm_engine import (
     DEMO_DRAFTER,
     DEMO_TARGET,
+    acceptance_length,
     demo_prompts,
     drafter_of,
     drafting_with,
@@ -35,17 +36,9 @@ PROMPTS = [prompt[start : start + 100 + start] for start in (0, 35, 70, 105, 140
 PROMPT_IDS = [[1, 2, 3, 4, 5], [6, 7, 1, 2], [3, 3, 5, 1, 7, 2, 6]]
 
 
-def acceptance_length(llm: Any) -> float:
-    drafts, accepted = metric(llm, "spec_decode_num_drafts"), metric(llm, "spec_decode_num_accepted_tokens")
-    return 1 + accepted / drafts
-
-
 def write_mixed_lengths(llm: Any) -> list[list[int]]:
     """Returns the tokens after each of 300 prompts: between 1 and 48 of them."""
-    sampling = {"temperature": 0.0, "ignore_eos": True}
-    settings = [SamplingParams(max_tokens=1 + 7 * index % 48, **sampling) for index in range(len(PROMPTS))]
-    outputs = llm.generate(PROMPTS, settings, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return write_texts(llm, PROMPTS, [1 + 7 * index % 48 for index in range(len(PROMPTS))])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +30,15 @@ Pair = tuple[Any, Any, Any]
 PROMPTS = ["def __init__(self, ", "def read(self):"]
 SMALL = {"max_new_tokens": 16, "num_assistant_tokens": 12, "branching_factor": 4}
 LIMITS = DemoArguments(pair="demo", max_new_tokens=2000, max_question_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def page_module() -> ModuleType:
+    """The module of the page, which needs gradio."""
+    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+    from transformers_gumiho.tools.presenting.web import page
+
+    return page
 
 
 def make_host(pair: Pair) -> Host:
@@ -66,28 +76,18 @@ def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
 
 
 def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, calls_of: Any, page_module: Any
 ) -> None:
-    asked: list[Any] = []
-    generate = type(pair[0]).generate
-
-    def listening(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs.get("assistant_model"))
-        return generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(pair[0]), "generate", listening)
+    asked = calls_of(type(pair[0]), "generate")
     wanted = SMALL | {"prompt_lookup_num_tokens": 5}
     race = begin(make_host(pair), PROMPTS[0], **wanted)
     assert race.wait(120)
-    (own,) = [drafter.generation_config for drafter in asked if drafter is not None]
+    (own,) = [call.kwargs["assistant_model"].generation_config for call in asked if call.kwargs.get("assistant_model")]
     assert {name: value_for_rows(getattr(own, name), 1) for name in wanted if name != "max_new_tokens"} == {
         name: value for name, value in wanted.items() if name != "max_new_tokens"
     }
-    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.tools.presenting.web.page import Page
-
     with temporary_settings(pair[2], {"prompt_lookup_num_tokens": 7, "branching_factor": 3}):
-        shown = Page(*pair, LIMITS)
+        shown = page_module.Page(*pair, LIMITS)
     values = {getattr(block, "label", ""): getattr(block, "value", None) for block in shown.blocks.values()}
     assert (values["Prompt-lookup drafts"], values["Branching factor"]) == (7, 3)
 
@@ -182,11 +182,8 @@ def test_a_failure_is_shown_without_what_is_private_and_the_models_go_to_the_nex
 
 
 def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, page_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.tools.presenting.web import page as page_module
-
     page = page_module.Page(*pair, LIMITS)
     shown = page.ask("a", 2000, 0, None, 12, 4, 0)
     kept = next(shown)[0]
@@ -196,15 +193,12 @@ def test_who_leaves_stops_the_answers_and_the_session_keeps_no_answer(
     assert kept.is_set()
     # What a refusal quotes is no markup.
     monkeypatch.setattr(page_module, "Race", fail_with(UserValueError("<img>")))
-    with pytest.raises(gradio.Error, match="&lt;img&gt;"):
+    with pytest.raises(page_module.gr.Error, match="&lt;img&gt;"):
         next(page.ask("a", 2000, 0, 0, 12, 4, 0))
 
 
-def test_a_closed_page_ends_all_answers(pair: Pair) -> None:
-    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
-    from transformers_gumiho.tools.presenting.web.page import Page
-
-    page = Page(*pair, LIMITS)
+def test_a_closed_page_ends_all_answers(pair: Pair, page_module: Any) -> None:
+    page = page_module.Page(*pair, LIMITS)
     race = begin(page.host, PROMPTS[0], max_new_tokens=2000)
     page.close()
     assert race.wait(60)
@@ -231,11 +225,10 @@ def test_an_address_is_tried_before_models_are_loaded(words: list[object], messa
 
 
 def test_ctrl_c_ends_the_page_with_the_status_of_a_shell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page_module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
     pages: list[Any] = []
-    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: pages.append(page))
+    monkeypatch.setattr(page_module.gr.Blocks, "launch", lambda page, **_: pages.append(page))
     monkeypatch.setattr(command.time, "sleep", fail_with(KeyboardInterrupt()))
     with pytest.raises(SystemExit, match="130"):
         gumiho("demo", "--pair", "demo")
@@ -278,8 +271,7 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def page_with_gate() -> Iterator[tuple[str, Gate]]:
-    pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+def page_with_gate(page_module: Any) -> Iterator[tuple[str, Gate]]:
     gate = Gate()
 
     def load(args: Any) -> Pair:
@@ -306,18 +298,15 @@ def page_with_gate() -> Iterator[tuple[str, Gate]]:
         ({"nodes": "<img>"}, "error"),
     ],
 )
-def test_the_page_trusts_nothing_that_it_is_sent(wrong: dict[str, Any], message: str, address: str) -> None:
-    gradio_client = pytest.importorskip("gradio_client", reason="needs gradio (the extra `demo` has it)")
+def test_the_page_trusts_nothing_that_it_is_sent(
+    wrong: dict[str, Any], message: str, page_with_gate: tuple[str, Gate]
+) -> None:
     settings = {"text": "a", "max_new_tokens": 8, "temperature": 0, "seed": 0, "nodes": 12, "width": 4}
-    client = gradio_client.Client(address, verbose=False)
+    gradio_client = pytest.importorskip("gradio_client")
+    client = gradio_client.Client(page_with_gate[0], verbose=False)
     with pytest.raises(gradio_client.exceptions.AppError, match=re.escape(message)) as refused:
         client.predict(*(settings | {"prompt_lookup": 0} | wrong).values(), api_name="/ask")
     assert "<img>" not in str(refused.value)
-
-
-@pytest.fixture
-def address(page_with_gate: tuple[str, Gate]) -> str:
-    return page_with_gate[0]
 
 
 @pytest.fixture
@@ -329,14 +318,13 @@ def gate(page_with_gate: tuple[str, Gate]) -> Iterator[Gate]:
     gate.is_open = True
 
 
-def test_the_space_shows_what_its_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradio = pytest.importorskip("gradio", reason="needs gradio (the extra `demo` has it)")
+def test_the_space_shows_what_its_variables_say(page_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TARGET", "ASSISTANT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PAIR", "demo")
     app = Path(__file__).parents[2] / "examples" / "space" / "app.py"
     page = runpy.run_path(str(app), run_name="app")["demo"]
-    assert isinstance(page, gradio.Blocks)
+    assert isinstance(page, page_module.gr.Blocks)
     assert any("The target `demo`" in str(getattr(b, "value", "")) for b in page.blocks.values())
     monkeypatch.delenv("PAIR")
     monkeypatch.setattr(presenting, "make_page", lambda arguments: arguments)

@@ -4,15 +4,14 @@ import ast
 import importlib
 import importlib.util
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from scripts import ROOT, load_script
 from training_data import DEMO_TARGET, make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +21,6 @@ from transformers_gumiho.tools.presenting import Cycle
 from transformers_gumiho.tools.presenting.cycles import CycleLabels
 
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho/"
 RAW = "https://raw.githubusercontent.com/transformers-gumiho/transformers-gumiho/main/"
 FOLDERS = (ROOT / "docs", ROOT / "examples", ROOT / "benchmarks" / "reports")
@@ -198,16 +196,8 @@ def test_readme_counts_the_model_types_of_the_table() -> None:
     assert f"{refused} are refused with the reason, and {total - sum(kinds)} were not tested" in text
 
 
-def load_picture_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "pictures" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[name] = script
-    spec.loader.exec_module(script)
-    return script
-
-
 def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
-    script = load_picture_script("draw_answer")
+    script = load_script("docs/pictures/draw_answer.py")
     green = "a <b> " * 30
     svg = script.draw(script.wrap(script.read_characters(f"def f():\n    \033[32m{green}\033[0mend")))
     namespace = "{http://www.w3.org/2000/svg}"
@@ -222,13 +212,13 @@ def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
 
 
 def test_speeds_are_left_out_of_the_picture_of_an_answer() -> None:
-    script = load_picture_script("draw_answer")
+    script = load_script("docs/pictures/draw_answer.py")
     written = "[tau 2.69 | 12.7 tokens/s | 32 cycles]\n[plain decoding | 12.0 tokens/s]\nSpeed-up 1.05x, same text"
     assert script.without_speeds(written) == "[tau 2.69 | 32 cycles]\n[plain decoding]\nsame text"
 
 
 def test_two_short_answers_stand_side_by_side() -> None:
-    script = load_picture_script("draw_answer")
+    script = load_script("docs/pictures/draw_answer.py")
     for text, shown in (("one", ["one           one", "", "[tau 2.00]    [plain decoding]"]), ("one " * 20, None)):
         written = script.wrap(script.read_characters(f"{text}\n\n[tau 2.00]\n\n{text}\n\n[plain decoding]"))
         drawn = ["".join(character for character, _ in line) for line in script.side_by_side(written)]
@@ -238,7 +228,7 @@ def test_two_short_answers_stand_side_by_side() -> None:
 
 
 def test_pictures_of_speed_are_those_of_the_reports() -> None:
-    script = load_picture_script("draw_speed")
+    script = load_script("docs/pictures/draw_speed.py")
     for name, drawn in script.pictures().items():
         assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == drawn
     assert script.speedups_by_task()["all"] == {
@@ -250,7 +240,7 @@ def test_pictures_of_speed_are_those_of_the_reports() -> None:
 
 
 def test_pictures_of_the_method_show_a_cycle() -> None:
-    script = load_picture_script("draw_method")
+    script = load_script("docs/pictures/draw_method.py")
     cycle = Cycle((5, 6, 7, 8), (0, 0, 1, 1), (0.0, -0.1, -0.2, -2.0), accepted=(1, 2), bonus_token=9)
     labels = CycleLabels("", ("'root'", "'a'", "'b'", "'<c'", "'bonus'"))
     drawn = ElementTree.fromstring(script.draw_cycle(cycle, labels))

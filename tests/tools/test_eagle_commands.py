@@ -32,9 +32,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_command_takes_an_eagle_head(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_takes_an_eagle_head(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradio = pytest.importorskip("gradio")
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     fields, added = KINDS[kind]
@@ -46,10 +44,9 @@ def test_every_command_takes_an_eagle_head(
     pair = ["--target", DEMO_TARGET, "--assistant", head, "--dtype", "float32"]
     prompt = "def __init__(self, name):"
 
-    gumiho("generate", *pair, "--prompt", prompt, "--max_new_tokens", 12, "--compare")
-    assert capsys.readouterr().out.rstrip().endswith("same text")
-    gumiho("show", *pair, "--prompt", prompt, "--output", tmp_path / "tree.svg")
-    assert "drawn into" in capsys.readouterr().out
+    written = gumiho("generate", *pair, "--prompt", prompt, "--max_new_tokens", 12, "--compare")
+    assert written.rstrip().endswith("same text")
+    assert "drawn into" in gumiho("show", *pair, "--prompt", prompt, "--output", tmp_path / "tree.svg")
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt}, {"prompt": "import "}, {"prompt": "for "}])
     measured = [*pair, "--prompts", prompts, "--output_dir", tmp_path / "out", "--max_new_tokens", 4]
     gumiho("benchmark", *measured, "--modes", "plain", "gumiho")

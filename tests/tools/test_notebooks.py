@@ -2,25 +2,15 @@
 
 import json
 import re
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "docs" / "tools" / "notebooks.py"
+from scripts import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = module_from_spec(spec)
-    sys.modules[SCRIPT.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/tools/notebooks.py")
 
 
 def test_pages_of_notebooks_hold_code_text_and_pictures(script: ModuleType) -> None:

@@ -137,9 +137,7 @@ def test_a_drafter_is_found_in_the_repository_or_the_working_directory(
     assert arguments.find_pair("smollm2").find_drafter() == str(folder)
 
 
-def test_a_pair_answers_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_answers_by_its_name() -> None:
     named = ["--pair", "demo", "--prompt", "def read(self):"]
-    gumiho("generate", *named, "--max_new_tokens", 8)
-    assert " 8 tokens, " in capsys.readouterr().out
-    gumiho("show", *named)
-    assert "12 tokens drafted, " in capsys.readouterr().out
+    assert " 8 tokens, " in gumiho("generate", *named, "--max_new_tokens", 8)
+    assert "12 tokens drafted, " in gumiho("show", *named)

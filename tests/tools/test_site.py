@@ -3,38 +3,27 @@
 import dataclasses
 import importlib
 import re
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import ROOT, load_script
 
 import transformers_gumiho
 from transformers_gumiho import DraftingSettings, GumihoConfig
 
 
-ROOT = Path(__file__).parents[2]
 PUBLIC = ("", ".training", ".tools.tuning", ".tools.benchmarking", ".tools.presenting", ".tools.metrics")
-
-
-def load(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, ROOT / "docs" / "tools" / f"{name}.py")
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def references() -> ModuleType:
     pytest.importorskip("griffe", reason="needs the extra `docs`")
-    return load("references")
+    return load_script("docs/tools/references.py")
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    return load("generate")
+    return load_script("docs/tools/generate.py")
 
 
 def test_every_public_name_has_its_place(references: ModuleType) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import gumiho
+from commands import gumiho, interrupt
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
@@ -183,6 +183,13 @@ def test_where_plain_decoding_is_faster_is_said() -> None:
     assert describe(result).count("(the drafter's own)") == 1
 
 
+def test_a_speed_that_is_shown_as_that_of_plain_decoding_is_not_called_slower() -> None:
+    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 2.0 / 0.996), batch_sizes=[1])
+    lines = describe(result).splitlines()
+    assert any(line.split()[:2] == ["1", "greedy"] and line.split()[-2] == "1.00" for line in lines)
+    assert result.losing == [("sampled", 1)]
+
+
 def test_rows_in_which_the_target_verifies_nothing_are_left_out() -> None:
     result = find(PlantedMachine(tau_of, cycle_of(0.02), refused=4))
     assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
@@ -347,16 +354,18 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="There is no file"):
         benchmark(BenchmarkArguments(**missing, output_dir=str(tmp_path / "results")))
     assert not (tmp_path / "results").exists()
-
-
-def stop(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
+    known = {"pair": "demo", "prompts": str(DEMO_TARGET.parent / "prompts.jsonl"), "output_dir": f"{__file__}/new"}
+    for measure, options in ((tune, TuningArguments), (benchmark, BenchmarkArguments)):
+        with pytest.raises(OSError, match=r"folder '.*/new' cannot be made: Not a directory. Name another one with"):
+            measure(options(**known))
+    with pytest.raises(ValueError, match="--tree_sizes must be at least 1, got 0"):
+        BenchmarkArguments(**known, tree_sizes=[4, 0])
 
 
 @pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("has_prompts", [True, False])
 def test_command_keeps_the_settings_with_the_drafter(
-    has_prompts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_prompts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["--prompts", DEMO_TARGET.parent / "prompts.jsonl"] if has_prompts else []
     all_rows = [1, 4] if has_prompts else [1]
@@ -366,10 +375,7 @@ def test_command_keeps_the_settings_with_the_drafter(
         *([] if has_prompts else ["--no_tune_vocabulary"]),
     ]  # fmt: skip
     if has_prompts:
-        with monkeypatch.context() as patched:
-            patched.setattr(Runner, "compare", stop)
-            with pytest.raises(SystemExit, match="130"):
-                gumiho(*command)
+        interrupt(Runner, "compare", 0, *command)
         assert capsys.readouterr().err.endswith("gumiho tune: Stopped. The drafter's settings are as they were.\n")
         assert not list(tmp_path.iterdir())
     gumiho(*command)

@@ -4,7 +4,7 @@ import copy
 import errno
 import platform
 import shutil
-from collections import Counter, namedtuple
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from pretend_device import pretending
 from safetensors import SafetensorError
 from sweep_architectures import build
 from targets import make_target
-from trainers import losses_of, make_trainer
+from trainers import losses_of, make_trainer, trained
 from training_data import make_tokenizer
 from transformers import PreTrainedModel
 
@@ -88,8 +88,7 @@ def test_cached_features_give_the_losses_of_the_running_target(
             target_layer_ids=layer_ids
         )
         data = {"train_dataset": dataset, "eval_dataset": dataset, "per_device_train_batch_size": 1}
-        trainer = make_trainer(features, tmp_path, drafter, feature_noise=0.2, **data)
-        trainer.train()
+        trainer = trained(features, tmp_path, drafter, feature_noise=0.2, **data)
         numbers = [
             {k: v for k, v in entry.items() if "_ce" in k or "_feature" in k or k == "loss"}
             for entry in trainer.state.log_history
@@ -110,8 +109,7 @@ def test_a_cache_of_several_layers_serves_drafters_of_the_last_one(target: PreTr
     for folder in ("one", "two"):
         torch.manual_seed(0)
         features, dataset = CachedFeatures(tmp_path / folder), FeatureDataset(tmp_path / folder)
-        trainer = make_trainer(features, tmp_path, features.make_drafter(), train_dataset=dataset, max_steps=3)
-        trainer.train()
+        trainer = trained(features, tmp_path, features.make_drafter(), train_dataset=dataset, max_steps=3)
         losses.append(losses_of(trainer))
     assert losses[0] == losses[1]
     with pytest.raises(ValueError, match=r"layers \[0, 1\] .*features are of \[0, 2\]"):
@@ -159,7 +157,7 @@ def test_size_is_estimated_before_extraction(
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 3000])
 @pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
 def test_a_killed_extraction_goes_on_where_it_was(
-    target: PreTrainedModel, tmp_path: Path, killed_at: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, tmp_path: Path, killed_at: int, num_bytes: int, monkeypatch: Any, calls_of: Any
 ) -> None:
     write(target, tmp_path / "whole")
     killed, saved = tmp_path / "killed", []
@@ -178,11 +176,11 @@ def test_a_killed_extraction_goes_on_where_it_was(
     if killed_at:  # the first file is the target's head
         with pytest.raises(ValueError, match=f"has {killed_at - 1} of 4 shards. Run the extraction again"):
             FeatureDataset(killed)
-    num_saved = len(saved)
-    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1])))
+    assert len(saved) == killed_at
+    monkeypatch.undo()
+    written = calls_of(feature_cache, "save_file")
     write(target, killed)
-    assert len(saved) == 5  # nothing that was whole is written again
-    assert num_saved == killed_at
+    assert len(saved) + len(written) == 5  # nothing that was whole is written again
     assert contents(killed) == contents(tmp_path / "whole")
 
 
@@ -235,7 +233,7 @@ DAMAGE = {"cut": lambda data: data[:-9], "rubbish": lambda _: b"<html>" * 99,
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["cache.json", "shard-00001.safetensors", "target/target.safetensors"])
 def test_a_damaged_cache_is_named_and_extraction_repairs_it(
-    target: PreTrainedModel, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, tmp_path: Path, name: str, damage: str, monkeypatch: Any, calls_of: Any
 ) -> None:
     """Checksums are compared where a cache has come to another machine, and when its extraction goes on."""
     write(target, tmp_path / "cache")
@@ -245,12 +243,12 @@ def test_a_damaged_cache_is_named_and_extraction_repairs_it(
         patch.setattr(platform, "node", lambda: "another machine")
         with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Run what wrote it again"):
             (CachedFeatures if name.startswith("target") else FeatureDataset)(tmp_path / "cache")
-    saved, real = [], feature_cache.save_file
-    monkeypatch.setattr(feature_cache, "save_file", lambda *args: (real(*args), saved.append(args[1].name)))
+    saved = calls_of(feature_cache, "save_file")
     write(target, tmp_path / "cache")
     assert contents(tmp_path / "cache") == before
     # What is intact stays.
-    assert saved == ([f"{path.name}.partial"] if name.startswith("shard") else ["target.safetensors.partial"])
+    damaged = path.name if name.startswith("shard") else "target.safetensors"
+    assert [save.args[1].name for save in saved] == [f"{damaged}.partial"]
 
 
 def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -263,36 +261,21 @@ def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tm
     assert sum("synchronize with cuda:1" in wait for wait in machine.waits) == len(LENGTHS)
 
 
-class Reads:
-    """Counts the rows whose states are read, and those whose tokens alone are."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.counts, real = Counter[bool](), FeatureDataset._read  # noqa: SLF001
-
-        def read(dataset: FeatureDataset, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
-            self.counts["hidden_states" in columns] += 1
-            return real(dataset, index, columns)
-
-        monkeypatch.setattr(FeatureDataset, "_read", read)
-
-
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 def test_as_many_states_are_read_as_are_trained_on(
-    target: PreTrainedModel, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, tmp_path: Path, strategy: str, calls_of: Any
 ) -> None:
     """Sorting by length and counting tokens, of a part of two caches as well, read none."""
     rows = [Dataset.from_list([*make_rows(seed)] * 4) for seed in range(2)]
     for number, of_cache in enumerate(rows):
         write(target, tmp_path / str(number), of_cache)
     whole = torch.utils.data.ConcatDataset([FeatureDataset(tmp_path / str(number)) for number in range(2)])
-    features, reads = CachedFeatures(tmp_path / "0"), Reads(monkeypatch)
+    features, reads = CachedFeatures(tmp_path / "0"), calls_of(FeatureDataset, "_read")
     dataset = torch.utils.data.Subset(whole, range(3, 53))
     settings = {"max_steps": 2, "per_device_train_batch_size": 2, "train_sampling_strategy": strategy}
-    make_trainer(
-        features, tmp_path, features.make_drafter(), train_dataset=dataset, draft_vocabulary_size=4, **settings
-    ).train()
+    trained(features, tmp_path, features.make_drafter(), train_dataset=dataset, draft_vocabulary_size=4, **settings)
     # A data loader fetches one batch ahead.
-    assert 4 <= reads.counts[True] <= 6
+    assert 4 <= sum("hidden_states" in read.args[2] for read in reads) <= 6
 
 
 def test_rows_of_like_length_are_read_together(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from targets import LARGE_TREES, make_drafter, make_prompts, make_target
-from trainers import losses_of, make_rows, make_trainer
+from trainers import losses_of, make_rows, trained
 from transformers import PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -34,8 +34,7 @@ def test_lora_drafter_trains_saves_loads_and_drafts(target: PreTrainedModel, tmp
     base.save_pretrained(tmp_path / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     wrapped = get_peft_model(base, drafter_lora())
-    trainer = make_trainer(target, tmp_path, wrapped, max_steps=40)
-    trainer.train()
+    trainer = trained(target, tmp_path, wrapped, max_steps=40)
     assert losses_of(trainer)[-1] < 0.8 * losses_of(trainer)[0]
     assert trainer.evaluate()["eval_agreement_1"] > 0
     trainer.save_model(tmp_path / "adapter")
@@ -70,11 +69,8 @@ def test_target_with_an_active_adapter_is_what_the_drafter_learns(tmp_path: Path
     evaluations = []
     for target in (adapted, adapted.merge_and_unload()):
         drafter = make_drafter(make_target("llama").float())
-        trainer = make_trainer(target, tmp_path, drafter, max_steps=10, train_dataset=rows)
-        trainer.train()
-        evaluations.append(losses_of(trainer))
+        evaluations.append(losses_of(trained(target, tmp_path, drafter, max_steps=10, train_dataset=rows)))
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-3)
     unadapted = make_target("llama").float()
-    trainer = make_trainer(unadapted, tmp_path, max_steps=10, train_dataset=rows)
-    trainer.train()
+    trainer = trained(unadapted, tmp_path, max_steps=10, train_dataset=rows)
     assert losses_of(trainer) != pytest.approx(evaluations[0], rel=1e-3)

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,13 +103,12 @@ def test_one_command_makes_a_drafter_from_nothing(
 
     # Run again, it has nothing left to do.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")}
-    gumiho(*command)
-    assert capsys.readouterr().out.count("finished before") == 6  # the training has two phases
+    assert gumiho(*command).count("finished before") == 6  # the training has two phases
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "gumiho").glob("*.*")} == before
 
 
 def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
-    small: Path, chats: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path, chats: dict[str, str], tmp_path: Path
 ) -> None:
     """By the published recipe, which is one training, of all parts at once."""
     command = [
@@ -117,11 +117,11 @@ def test_answers_of_a_dataset_are_trained_on_while_the_target_runs(
         "--stages", "train", "--recipe", "published", "--eval_strategy", "steps",
         "--eval_steps", 4, "--max_length", 256, "--num_acceptance_prompts", 2, "--acceptance_max_new_tokens", 16,
     ]  # fmt: skip
-    gumiho(*command)
-    assert "40 of 41 rows can be used" in (output := capsys.readouterr().out)
+    output = gumiho(*command)
+    assert "40 of 41 rows can be used" in output
     assert "is not JSON" in output
-    gumiho(*command, "--max_steps", 6)
-    assert "continues from" in (output := capsys.readouterr().out)
+    output = gumiho(*command, "--max_steps", 6)
+    assert "continues from" in output
     assert "checkpoint-4" in output
     state = json.loads((tmp_path / "gumiho/work/published/checkpoint-6/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
@@ -164,15 +164,12 @@ def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: st
     assert (whole / "adapter_model.safetensors").exists()
 
 
-def test_a_plan_counts_the_last_layer_once_and_starts_nothing(
-    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tmp_path: Path) -> None:
     """The cache holds the last layer's states, whether a drafter reads other layers or not."""
     sizes = []
     for layers in ([], [3], [3, -1]):
         command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "new", "--plan"]
-        gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
-        output = capsys.readouterr().out
+        output = gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
         assert "40 rows of data" in output
         assert not list((tmp_path / "new" / "work").iterdir())
         (found,) = re.findall(r"^features +([\d.]+) MB", output, flags=re.MULTILINE)
@@ -283,7 +280,7 @@ def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixtu
     """The defaults depend on which are given."""
     with pytest.raises(SystemExit, match=r"^2$"):
         gumiho("train", "--output_dir", tmp_path, "--conf", tmp_path / "mine.yaml")
-    assert "unrecognized arguments: --conf" in capsys.readouterr().err
+    assert re.match(r"usage: gumiho train (.|\n)*error: unrecognized arguments: --conf ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("rank", "num_processes", "says_so"), [(1, 2, False), (0, 1, True)])
@@ -296,15 +293,9 @@ def test_each_process_loads_its_target_on_its_own_device(
     )
     monkeypatch.setattr(writing, "processes", lambda: state)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    given, real = [], AutoModelForCausalLM.from_pretrained
-
-    def load(*names: Any, device_map: Any, **settings: Any) -> Any:
-        given.append(device_map)
-        return real(*names, **settings)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load := Mock())
     writing.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
-    assert given == [torch.device("cuda", rank)]
+    assert load.call_args.kwargs["device_map"] == torch.device("cuda", rank)
     assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
 
 

@@ -19,7 +19,7 @@ from chains import make_chain_drafter, make_chain_target
 from commands import gumiho
 from datasets import Dataset
 from pretend_device import pretending
-from targets import make_drafter, make_prompts, make_target
+from targets import Pair, make_drafter, make_pair, make_prompts, make_target
 from training_data import DEMO_TARGET, make_tokenizer
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -44,13 +44,8 @@ DRAFTER = DEMO_TARGET.parent / "gumiho"
 
 
 @pytest.fixture
-def target() -> PreTrainedModel:
-    return make_target(num_layers=3)
-
-
-@pytest.fixture
-def drafter(target: PreTrainedModel) -> GumihoModel:
-    return make_drafter(target)
+def pair() -> Pair:
+    return make_pair(num_layers=3)
 
 
 def generate(target: PreTrainedModel, drafter: GumihoModel, *lengths: int, **settings: Any) -> torch.Tensor:
@@ -114,7 +109,8 @@ def test_rows_are_the_texts_with_the_targets_states(
             torch.testing.assert_close(row["layer_states"].double(), states[1][0], rtol=1e-2, atol=1e-2)
 
 
-def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel) -> None:
+def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, pair: Pair) -> None:
+    target, drafter = pair
     cache, prompt = DynamicCache(config=target.config), make_prompts([6])["input_ids"]
     target(prompt[:, :4], **{CACHE_NAME: cache})
     with record(target, tmp_path, TOKENIZER):
@@ -127,26 +123,24 @@ def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, target: PreTrained
     assert second["input_ids"].tolist() == later[0, :-1].tolist(), "a prompt without tokens is left out"
 
 
-def test_of_long_texts_the_written_parts_are_kept(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_long_texts_the_written_parts_are_kept(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_call, "_MAX_ROW", 10)
-    with record(target, tmp_path, TOKENIZER):
-        text = generate(target, drafter, 40)
+    with record(pair[0], tmp_path, TOKENIZER):
+        text = generate(*pair, 40)
     rows = [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)]
     parts = [text[0, start : start + 10].tolist() for start in (53, 43, 33)]
     assert rows == parts
 
 
 def test_the_oldest_rows_make_room_and_a_recording_goes_on(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "_ROWS_PER_SHARD", 3)
     texts = []
     for number in range(5):  # each begins with what the one before left of its last shard
-        with record(target, tmp_path / "cache", TOKENIZER, max_gigabytes=1.5e-5) as recorder:
+        with record(pair[0], tmp_path / "cache", TOKENIZER, max_gigabytes=1.5e-5) as recorder:
             for length in (5, 4):
-                texts += generate(target, drafter, length + number)[:, :-1].tolist()
+                texts += generate(*pair, length + number)[:, :-1].tolist()
     assert recorder.num_tokens < sum(map(len, texts))
     shard_bytes = [path.stat().st_size for path in (tmp_path / "cache").glob("shard*")]
     assert len(shard_bytes) > 1
@@ -160,31 +154,27 @@ def stat_mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_a_share_of_the_calls_draws_no_random_numbers(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel
-) -> None:
+def test_a_share_of_the_calls_draws_no_random_numbers(tmp_path: Path, pair: Pair) -> None:
     state, settings = random.getstate(), {"do_sample": True, "max_new_tokens": 6}
-    expected = generate(target, drafter, **settings)
+    expected = generate(*pair, **settings)
     after = torch.get_rng_state()
-    with record(target, tmp_path, TOKENIZER, share=0.3) as recorder:
+    with record(pair[0], tmp_path, TOKENIZER, share=0.3) as recorder:
         for _ in range(40):
-            assert torch.equal(generate(target, drafter, **settings), expected)
+            assert torch.equal(generate(*pair, **settings), expected)
             assert torch.equal(torch.get_rng_state(), after)
     assert random.getstate() == state
     assert 0 < recorder.num_tokens / (expected.shape[1] - 1) < 36
 
 
-def test_threads_record_at_once(tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel) -> None:
-    with record(target, tmp_path, TOKENIZER), ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(lambda length: generate(target, drafter, length, max_new_tokens=8), range(2, 42)))
+def test_threads_record_at_once(tmp_path: Path, pair: Pair) -> None:
+    with record(pair[0], tmp_path, TOKENIZER), ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda length: generate(*pair, length, max_new_tokens=8), range(2, 42)))
     rows = [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)]
     assert sorted(rows) == sorted(text[0, :-1].tolist() for text in texts)
 
 
-def test_an_interrupted_call_leaves_what_was_committed(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel
-) -> None:
-    expected, received = generate(target, drafter), []
+def test_an_interrupted_call_leaves_what_was_committed(tmp_path: Path, pair: Pair) -> None:
+    expected, received = generate(*pair), []
 
     class Interrupting(BaseStreamer):
         def put(self, value: torch.Tensor) -> None:
@@ -194,10 +184,10 @@ def test_an_interrupted_call_leaves_what_was_committed(
 
         def end(self) -> None: ...
 
-    with record(target, tmp_path, TOKENIZER):
+    with record(pair[0], tmp_path, TOKENIZER):
         with pytest.raises(KeyboardInterrupt):
-            generate(target, drafter, streamer=Interrupting())
-        generate(target, drafter)
+            generate(*pair, streamer=Interrupting())
+        generate(*pair)
     cut, whole = (row["input_ids"].tolist() for row in FeatureDataset(tmp_path))
     assert 5 < len(cut) < len(whole)
     assert whole == expected[0, :-1].tolist()
@@ -221,17 +211,17 @@ def add_adapter(target: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("change", [change_in_place, change_unnoticed, add_adapter])
 def test_other_weights_end_the_recording(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, change: Any, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, pair: Pair, change: Any, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(recording, "_ROWS_PER_SHARD", 1)
-    with record(target, tmp_path, TOKENIZER) as recorder, one_warning(caplog, "weights or adapters have changed"):
-        before = generate(target, drafter)
-        change(target)
-        changed = generate(target, drafter, 4)
-        generate(target, drafter)
+    with record(pair[0], tmp_path, TOKENIZER) as recorder, one_warning(caplog, "weights or adapters have changed"):
+        before = generate(*pair)
+        change(pair[0])
+        changed = generate(*pair, 4)
+        generate(*pair)
         assert not recorder.is_running
-    assert torch.equal(generate(target, drafter, 4), changed)
+    assert torch.equal(generate(*pair, 4), changed)
     (row,) = FeatureDataset(tmp_path)
     assert row["input_ids"].tolist() == before[0, :-1].tolist()
 
@@ -251,17 +241,17 @@ def test_switched_adapters_end_the_recording(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_drafter_of_other_layers_ends_the_recording(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with record(target, tmp_path, TOKENIZER), one_warning(caplog, "than the folder holds"):
-        generate(target, drafter)
-        generate(target, make_drafter(target, target_layer_ids=[0, 1]))
-        generate(target, make_drafter(target, target_layer_ids=[0, 1]))
+    with record(pair[0], tmp_path, TOKENIZER), one_warning(caplog, "than the folder holds"):
+        generate(*pair)
+        generate(pair[0], make_drafter(pair[0], target_layer_ids=[0, 1]))
+        generate(pair[0], make_drafter(pair[0], target_layer_ids=[0, 1]))
 
 
 @pytest.mark.parametrize("file", ["shard-00001", "made_from.json", "cache.json"])
 def test_a_full_disk_ends_the_recording_and_leaves_it_whole(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, file: str, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, pair: Pair, file: str, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(recording, "_ROWS_PER_SHARD", 1)
@@ -280,31 +270,29 @@ def test_a_full_disk_ends_the_recording_and_leaves_it_whole(
     monkeypatch.setattr(feature_cache, "save_file", save_what_fits)
     monkeypatch.setattr(Path, "write_text", write_what_fits)
     is_full = False
-    with record(target, tmp_path, TOKENIZER), one_warning(caplog, "No space left on device"):
-        text = generate(target, drafter)
+    with record(pair[0], tmp_path, TOKENIZER), one_warning(caplog, "No space left on device"):
+        text = generate(*pair)
         is_full = True
-        other = generate(target, drafter, 4)
-        assert torch.equal(generate(target, drafter, 4), other)
+        other = generate(*pair, 4)
+        assert torch.equal(generate(*pair, 4), other)
     assert [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)] == text[:, :-1].tolist()
     is_full = False
-    with record(target, tmp_path, TOKENIZER):
-        generate(target, drafter, 4)
+    with record(pair[0], tmp_path, TOKENIZER):
+        generate(*pair, 4)
     rows = [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)]
     assert rows == [*text[:, :-1].tolist(), *other[:, :-1].tolist()]
 
 
-def test_a_second_process_does_not_record(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_process_does_not_record(tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     other = make_target(num_layers=3)
-    with record(target, tmp_path, TOKENIZER):
+    with record(pair[0], tmp_path, TOKENIZER):
         with one_warning(caplog, "Another run is writing there"):
             second = record(other, tmp_path, TOKENIZER)
         generate(other, make_drafter(other), 4)
         second.stop()
-        text = generate(target, drafter)
+        text = generate(*pair)
         if os.fork() == 0:  # a child shares the lock
-            generate(target, drafter)
+            generate(*pair)
             os._exit(0)
         assert os.wait()[1] == 0
     assert [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)] == text[:, :-1].tolist()
@@ -349,7 +337,8 @@ def test_a_drafter_trains_on_what_was_recorded_and_on_other_data_of_the_target(t
         train([tmp_path / "recorded", tmp_path / "tokens"], tmp_path / "out")
 
 
-def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path, target: PreTrainedModel) -> None:
+def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path) -> None:
+    target = make_target(num_layers=3)
     with pytest.raises(ValueError, match=r"No tokenizer can be loaded from ''.*Give `tokenizer`"):
         record(target, tmp_path / "none")
     for wrong in ({"share": 0}, {"share": 1.5}, {"max_gigabytes": 0}):
@@ -367,16 +356,16 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path, target: PreT
 
 
 def test_a_served_target_that_cannot_be_recorded_drafts_on(
-    tmp_path: Path, target: PreTrainedModel, drafter: GumihoModel, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     record(make_target(seed=1, num_layers=3), tmp_path, TOKENIZER).stop()
     monkeypatch.setattr(recording.AutoTokenizer, "from_pretrained", lambda _: TOKENIZER)
     for _ in range(2):
-        recording.record_once(target, str(tmp_path))
+        recording.record_once(pair[0], str(tmp_path))
     (message,) = [entry.getMessage() for entry in caplog.records if "recorded" in entry.getMessage()]
     assert re.search("Nothing is recorded: .* created with different settings: model", message)
-    assert generate(target, drafter).shape == (1, 29)
+    assert generate(*pair).shape == (1, 29)
 
 
 def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path: Path) -> None:

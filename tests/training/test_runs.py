@@ -184,9 +184,7 @@ def test_batches_that_are_all_dropped_are_refused(folder: Path, whole: Path) -> 
     refuse(" rows, as a batch has 64. Leave it out", *command(folder, "dropped", *UP_TO_TRAINING, *words))
 
 
-def test_what_cannot_change_the_drafter_may_change(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_change_the_drafter_may_change(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a run that is finished loads no target, nor looks at when files were written."""
     for path in (folder / "target").iterdir():
         os.utime(path)
@@ -194,17 +192,14 @@ def test_what_cannot_change_the_drafter_may_change(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it loads the target"))
     words = ["--logging_steps", 3, "--eval_steps", 1, "--dataloader_num_workers", 1, "--save_total_limit", 3]
     words += ["--num_parallel_heads", 5]  # as it is by default
-    gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
-    assert capsys.readouterr().out.count("finished before") == 4  # two stages, and two phases of the third
+    output = gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
+    assert output.count("finished before") == 4  # two stages, and two phases of the third
 
 
-def test_a_stage_begins_anew_where_it_is_asked_to(
-    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_begins_anew_where_it_is_asked_to(folder: Path, whole: Path) -> None:
     shutil.copytree(whole, folder / "anew")
     run = command(folder, "anew", *UP_TO_TRAINING, "--learning_rate", 0.02)
-    gumiho(*run, "--restart", "serial")
-    output = capsys.readouterr().out
+    output = gumiho(*run, "--restart", "serial")
     assert output.count("finished before") == 2
     assert "continues from" not in output
     assert "| `learning_rate` | 0.02 |" in (folder / "anew" / "README.md").read_text()
@@ -223,12 +218,10 @@ def test_a_longer_run_trains_on_with_its_own_schedule(
     """
     run = command(folder, "grown", *PUBLISHED, "--lr_scheduler_type", "linear")
     begin_from(whole, folder / "grown", *STATES)
-    gumiho(*run, "--max_steps", 3)
-    capsys.readouterr()
+    assert "the schedule of the longer run" not in gumiho(*run, "--max_steps", 3)
     interrupt(GumihoTrainer, "train", 0, *run, "--max_steps", 6)
     assert "published: trains on, with the schedule of the longer run" in capsys.readouterr().out
-    gumiho(*run, "--max_steps", 6)
-    output = capsys.readouterr().out
+    output = gumiho(*run, "--max_steps", 6)
     assert "published: continues from" in output
     assert "checkpoint-3" in output
     state = json.loads((folder / "grown/work/published/trainer_state.json").read_text())
@@ -348,14 +341,11 @@ def test_each_phase_begins_with_the_best_drafter_of_the_one_before(folder: Path,
     assert all(torch.equal(serial[name], heads[name]) for name in frozen)
 
 
-def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_held_out_rows_the_last_checkpoint_is_the_drafter(folder: Path, monkeypatch: Any) -> None:
     """And the first minute shows the rate, however rarely something is logged."""
     monkeypatch.setattr(progress, "_FIRST_LINE", 0)
     words = ["--num_eval_rows", 0, "--recipe", "published", *UP_TO_TRAINING, "--logging_steps", 100]
-    gumiho(*command(folder, "last", *words))
-    output = capsys.readouterr().out
+    output = gumiho(*command(folder, "last", *words))
     assert re.findall(r"published 1/1  step (\d)/4  [\d.,]+ tokens/s  \d+ min left", output) == ["1"]
     state = json.loads((folder / "last/work/published/trainer_state.json").read_text())
     assert not any("eval_loss" in entry for entry in state["log_history"])
@@ -426,7 +416,7 @@ def test_a_target_has_one_fingerprint_wherever_it_is(
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the disk and by the device's memory, with what helps; what was asked to start all the same starts."""
     run = command(folder, "huge", *UP_TO_TRAINING)
@@ -438,19 +428,18 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     refuse("stage 'write' needs about", *run)
     refuse("What helps: a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)", *run)
     assert not list((folder / "huge" / "work").iterdir())
-    gumiho(*run, "--ignore_plan", "--plan")
-    output = capsys.readouterr().out
+    output = gumiho(*run, "--ignore_plan", "--plan")
     assert "40 rows of data" in output
     assert "optimizer: adamw" in output
     assert "tau to expect" not in output, "no run of this size is on record"
     parameters = plan.num_parameters(AutoConfig.from_pretrained(folder / "target"))
     monkeypatch.setattr(plan, "RUNS", [("another", 1.5 * parameters, 2e6, 2.5, "report.md")])
-    gumiho(*run, "--ignore_plan", "--plan")
-    assert "tau to expect: about 2.5, as another after 2.0 million tokens (report.md)" in capsys.readouterr().out
+    output = gumiho(*run, "--ignore_plan", "--plan")
+    assert "tau to expect: about 2.5, as another after 2.0 million tokens (report.md)" in output
     cached = ["train", "--features", whole / "work" / "features", "--output_dir", folder / "of_cache", *SMALL]
     refuse("stage 'train' needs about", *cached)
-    gumiho(*cached, "--ignore_plan", "--plan")
-    assert f"{len(FeatureDataset(whole / 'work' / 'features'))} rows of data" in capsys.readouterr().out
+    num_rows = len(FeatureDataset(whole / "work" / "features"))
+    assert f"{num_rows} rows of data" in gumiho(*cached, "--ignore_plan", "--plan")
 
 
 @pytest.mark.parametrize(
@@ -463,13 +452,11 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     ],
 )
 def test_states_are_kept_where_that_pays(
-    folder: Path, words: list[object], free: int, told: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folder: Path, words: list[object], free: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(folder)._replace(free=free)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
-    gumiho(*command(folder, "kept", "--plan", "--ignore_plan", *words))
-    assert told in capsys.readouterr().out
+    assert told in gumiho(*command(folder, "kept", "--plan", "--ignore_plan", *words))
 
 
 def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,16 +484,12 @@ def test_a_folder_has_one_run_at_a_time(folder: Path, whole: Path) -> None:
         refuse("Another run is writing there", *command(folder, "whole", *UP_TO_TRAINING))
 
 
-def test_a_file_gives_defaults_and_the_command_line_replaces_them(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("everywhere:\n  num_rows: 5\ncpu:\n  num_rows: 7\naccelerator:\n  num_rows: 9\n")
     run = command(folder, "configured", "--config", file, "--plan")
-    gumiho(*run)
-    assert "7 rows of data" in capsys.readouterr().out
-    gumiho(*run, "--num_rows", 6)
-    assert "6 rows of data" in capsys.readouterr().out
+    assert "7 rows of data" in gumiho(*run)
+    assert "6 rows of data" in gumiho(*run, "--num_rows", 6)
     file.write_text("everywhere:\n  learn_rate: 1\n")
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
@@ -516,8 +499,7 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
         refuse("has no parts with options. Its parts are everywhere, accelerator, cpu", *run)
     as_yaml = "{num_rows: 4, cache_features: false, stages: train, chat_template_kwargs: {quick: true}}"
     file.write_text(f"cpu: {as_yaml}")
-    gumiho(*run)
-    output = capsys.readouterr().out
+    output = gumiho(*run)
     assert "4 rows of data" in output
     assert "features " not in output
 

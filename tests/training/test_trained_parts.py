@@ -39,11 +39,7 @@ def test_only_the_part_changes(tmp_path: Path, part: str) -> None:
         assert torch.equal(tensor, before[name]) != (name.split(".")[0] in PARTS[part]), name
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"unroll_serial_head": True}, {"gradient_accumulation_steps": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"unroll_serial_head": True}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_the_serial_head_learns_as_if_there_were_no_heads(tmp_path: Path, settings: dict[str, object]) -> None:
     alone = make_trainer(tmp_path / "alone", train_only="serial", **settings)
     alone.train()

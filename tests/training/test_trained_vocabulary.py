@@ -156,15 +156,13 @@ def test_the_saved_drafter_drafts_the_vocabulary_and_decoding_stays_exact(
 
 
 def test_cached_features_train_as_the_running_target_does(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, tmp_path: Path, calls_of: Any
 ) -> None:
     rows = Dataset.from_list(make_rows())
     for folder, part in (("cache", range(9)), ("more", range(9, len(rows)))):
         write_feature_cache(rows.select(part), target, make_tokenizer(), tmp_path / folder, dtype=torch.float32)
     cached = ConcatDataset([FeatureDataset(tmp_path / "cache"), FeatureDataset(tmp_path / "more")])
-    counted: list[int] = []
-    read = FeatureDataset.tokens_of
-    monkeypatch.setattr(FeatureDataset, "tokens_of", lambda self, index: counted.append(index) or read(self, index))
+    counted = calls_of(FeatureDataset, "tokens_of")
     histories, vocabularies = [], []
     # A part of the rows, as where others are held out.
     for features, dataset in ((target, rows.select(range(4, 24))), (CachedFeatures(tmp_path / "cache"), cached)):
@@ -178,7 +176,7 @@ def test_cached_features_train_as_the_running_target_does(
     assert histories[0] == pytest.approx(histories[1], rel=1e-4)
     assert vocabularies[0] == vocabularies[1]
     # Without reading their states; the first row also shows that there is something to learn.
-    assert counted == [4, *range(4, 9), *range(24 - 9)]
+    assert [read.args[1] for read in counted] == [4, *range(4, 9), *range(24 - 9)]
 
 
 def test_a_resumed_run_has_the_vocabulary_and_the_end_of_an_uninterrupted_one(

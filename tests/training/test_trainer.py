@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from origins import Origins
 from safetensors import safe_open
 from targets import VOCAB_SIZE, make_drafter, make_target
-from trainers import KillAt, Killed, losses_of, make_args, make_rows, make_trainer, pack_pairs
+from trainers import KillAt, Killed, losses_of, make_args, make_rows, make_trainer, pack_pairs, trained
 from training_data import DEMO_TARGET
 from transformers import (
     AutoModelForCausalLM,
@@ -108,11 +108,10 @@ class CountingCollator(GumihoDataCollator):
 
 def test_a_collator_of_ones_own_counts_prompts_in_training_alone(target: PreTrainedModel, tmp_path: Path) -> None:
     rows, collator = [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 0, 1, 1, 0]}] * 2, CountingCollator()
-    trainer = make_trainer(
+    trainer = trained(
         target, tmp_path, train_dataset=rows, eval_dataset=rows, data_collator=collator, assistant_only_loss=False,
         max_steps=1, per_device_train_batch_size=2,
     )  # fmt: skip
-    trainer.train()
     trainer.evaluate()
     assert (max(collator.num_counting), collator.num_counting[-1]) == (10, 4)
 
@@ -124,8 +123,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch(
     results = []
     for size, num_batches in ((8, 1), (2, 4)):
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": num_batches}
-        trainer = make_trainer(target, tmp_path, max_steps=3, unroll_serial_head=unroll, **settings)
-        trainer.train()
+        trainer = trained(target, tmp_path, max_steps=3, unroll_serial_head=unroll, **settings)
         results.append((list(map(terms_of, trainer.state.log_history[:3])), weights_of(trainer.model)))
     for small, large in zip(results[0][0], results[1][0], strict=True):
         assert small == pytest.approx(large, rel=1e-4)
@@ -150,9 +148,7 @@ def test_settings_that_save_memory_or_time_do_not_change_the_training(
     for changed in (settings, unroll):
         torch.manual_seed(0)
         drafter = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=2, num_residual_blocks=1)
-        trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, **changed)
-        trainer.train()
-        curves.append(losses_of(trainer))
+        curves.append(losses_of(trained(target, tmp_path, drafter, train_dataset=rows, **changed)))
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
@@ -163,17 +159,14 @@ def test_the_seed_of_the_data_decides_the_order_of_rows(
     settings = {"train_sampling_strategy": strategy, "per_device_train_batch_size": 1, "max_steps": 3}
     curves = []
     for seed in (1, 1, 2):
-        trainer = make_trainer(target, tmp_path, data_seed=seed, **settings)
-        trainer.train()
-        curves.append(losses_of(trainer))
+        curves.append(losses_of(trained(target, tmp_path, data_seed=seed, **settings)))
     assert curves[0] == curves[1] != curves[2]
 
 
 def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: Path) -> None:
     curves = []
     for bf16 in (False, True, False):
-        trainer = make_trainer(target, tmp_path, bf16=bf16, max_steps=20)
-        trainer.train()
+        trainer = trained(target, tmp_path, bf16=bf16, max_steps=20)
         curves.append(losses_of(trainer))
     assert curves[1] == pytest.approx(curves[0], rel=0.1)
     assert curves[0] == curves[2] != curves[1], "each training of a process has its own precision"
@@ -181,8 +174,7 @@ def test_bf16_trains_to_about_the_same_loss(target: PreTrainedModel, tmp_path: P
 
 
 def test_a_target_in_half_precision_trains_a_drafter_in_full(tmp_path: Path) -> None:
-    trainer = make_trainer(make_target("llama").bfloat16(), tmp_path, make_drafter(make_target("llama").float()))
-    trainer.train()
+    trainer = trained(make_target("llama").bfloat16(), tmp_path, make_drafter(make_target("llama").float()))
     assert losses_of(trainer)[-1] < losses_of(trainer)[0]
 
 
@@ -191,9 +183,7 @@ def test_an_offloaded_target_trains_like_a_whole_one(target: PreTrainedModel, tm
     cpu_offload(offloaded, execution_device=torch.device("cpu"))
     curves = []
     for model in (target, offloaded):
-        trainer = make_trainer(model, tmp_path, make_drafter(target))
-        trainer.train()
-        curves.append(losses_of(trainer))
+        curves.append(losses_of(trained(model, tmp_path, make_drafter(target))))
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
     with pytest.raises(ValueError, match="The target's token embedding is offloaded"):
         GumihoModel.from_target(offloaded)
@@ -212,10 +202,9 @@ def test_a_quantized_target_is_imitated_as_it_is(tmp_path: Path) -> None:
     assert not torch.allclose(states, whole.model(ids).last_hidden_state, rtol=1e-3, atol=1e-3)
     output = drafter(ids[:, 1:], states[:, :-1])
     loss, _ = gumiho_loss(output, states, quantized.lm_head, torch.ones_like(ids))
-    trainer = make_trainer(
+    trainer = trained(
         quantized, tmp_path, drafter, train_dataset=rows, max_steps=1, serial_ce_weight=0.1, parallel_ce_weight=0.1
     )
-    trainer.train()
     assert losses_of(trainer)[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -229,8 +218,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
         "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "muon": muon,
     }  # fmt: skip
-    whole = make_trainer(target, tmp_path / "whole", **settings)
-    whole.train()
+    whole = trained(target, tmp_path / "whole", **settings)
     killed = make_trainer(target, tmp_path / "killed", **settings, callbacks=[KillAt(5)])
     with pytest.raises(Killed):
         killed.train()
@@ -254,8 +242,7 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
 
 def test_checkpoints_hold_the_drafter_alone_and_load_as_one(target: PreTrainedModel, tmp_path: Path) -> None:
     drafter = make_drafter(target)
-    trainer = make_trainer(target, tmp_path, drafter, save_strategy="steps", save_steps=4)
-    trainer.train()
+    trained(target, tmp_path, drafter, save_strategy="steps", save_steps=4)
     checkpoint = tmp_path / "checkpoint-4"
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(drafter.state_dict())
@@ -292,12 +279,11 @@ def test_evaluation_is_the_agreement_of_the_drafts_with_the_target(target: PreTr
 
 
 def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedModel, tmp_path: Path) -> None:
-    trainer = make_trainer(
+    trainer = trained(
         target, tmp_path, max_steps=40, learning_rate=0.3, eval_strategy="steps", eval_steps=2, save_strategy="steps",
         save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
         callbacks=[EarlyStoppingCallback(2)], lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer.train()
     assert trainer.state.global_step < 40
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert trainer.state.best_metric == min(evaluated)
@@ -306,10 +292,9 @@ def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedMo
 
 def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path) -> None:
     prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    trainer = make_trainer(
+    trainer = trained(
         target, tmp_path, eval_strategy="steps", eval_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
     )
-    trainer.train()
     logged = {entry["step"]: entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry}
     assert list(logged) == [2, 4]
     lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
@@ -338,11 +323,10 @@ def test_pushed_drafter_has_a_filled_model_card(
 
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"someone/{repo_id}"))
-    trainer = make_trainer(
+    trainer = trained(
         target, tmp_path, push_to_hub=True, hub_model_id="gumiho-tiny", hub_strategy="end", eval_strategy="steps",
         eval_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
     )  # fmt: skip
-    trainer.train()
     trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
     expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", "custom_generate"}
     assert expected <= uploaded["someone/gumiho-tiny"]
@@ -392,7 +376,7 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(target: PreTrainedModel,
     assert all(torch.isfinite(parameter).all() for parameter in kept.parameters())
     assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
     with pytest.raises(FloatingPointError, match=r"the drafter's parameters are not finite\. There is no checkpoint"):
-        make_trainer(target, tmp_path / "end", callbacks=[Poison(3)], logging_steps=100).train()
+        trained(target, tmp_path / "end", callbacks=[Poison(3)], logging_steps=100)
 
 
 @pytest.mark.parametrize("settings", [{}, {"logging_steps": 100}, {"linear_start": True}])
@@ -413,14 +397,13 @@ def test_data_without_anything_to_learn_is_refused(target: PreTrainedModel, tmp_
     rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 0, 0]}, {"input_ids": [1]}] * 2
     data = stream(rows) if streams else rows
     with pytest.raises(ValueError, match=r"no state that counts, .*see to `loss_mask`, or `labels`"):
-        make_trainer(target, tmp_path, train_dataset=data).train()
+        trained(target, tmp_path, train_dataset=data)
     with pytest.raises(ValueError, match="no state that counts, so there is nothing to evaluate"):
         make_trainer(target, tmp_path, eval_dataset=rows).evaluate()
     # One row that teaches something is enough.
     rows = [*rows, {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}]
     data = stream(rows) if streams else rows
-    trainer = make_trainer(target, tmp_path, train_dataset=data, per_device_train_batch_size=1, max_steps=6)
-    trainer.train()
+    trainer = trained(target, tmp_path, train_dataset=data, per_device_train_batch_size=1, max_steps=6)
     # Six rows of five are read, and those that teach nothing cost nothing.
     assert sum(loss > 0 for loss in losses_of(trainer)) in (1, 2)
 
@@ -435,8 +418,7 @@ def test_a_stream_trains_like_its_rows(target: PreTrainedModel, tmp_path: Path) 
     settings = {"max_steps": 10, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
     curves = []
     for dataset in (rows, stream(rows)):
-        trainer = make_trainer(target, tmp_path, train_dataset=dataset, **settings)
-        trainer.train()
+        trainer = trained(target, tmp_path, train_dataset=dataset, **settings)
         curves.append([terms_of(log) for log in trainer.state.log_history[:10]])
     for streamed, listed in zip(*curves, strict=True):
         assert streamed == pytest.approx(listed, rel=1e-4)
@@ -446,10 +428,8 @@ def test_terms_are_averaged_over_the_steps_that_have_them(target: PreTrainedMode
     """The parallel cross-entropy begins after three steps of five; two of those logged together have it."""
     settings = {"train_dataset": make_rows(12), "max_steps": 5, "parallel_ce_start": 0.6, "learning_rate": 0.0}
     settings |= {"train_sampling_strategy": "sequential"}
-    single = make_trainer(target, tmp_path, **settings)
-    single.train()
-    together = make_trainer(target, tmp_path, **settings, logging_steps=5)
-    together.train()
+    single = trained(target, tmp_path, **settings)
+    together = trained(target, tmp_path, **settings, logging_steps=5)
     steps, (log, *_) = single.state.log_history[:5], together.state.log_history
     assert ["parallel_0_ce" in step for step in steps] == [False, False, False, True, True]
     assert log["parallel_0_ce"] == pytest.approx((steps[3]["parallel_0_ce"] + steps[4]["parallel_0_ce"]) / 2)
@@ -494,7 +474,7 @@ def test_target_that_mixes_packed_texts_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"does not keep packed texts apart: .* Prepare the dataset with `packing=False`"
     ):
-        make_trainer(target, tmp_path, train_dataset=rows).train()
+        trained(target, tmp_path, train_dataset=rows)
 
 
 def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -12,16 +12,7 @@ from accelerate import cpu_offload
 from chat_target import make_chat_target, make_chat_tokenizer
 from datasets import Dataset
 from targets import make_target
-from training_data import (
-    CHATML,
-    DEMO_TARGET,
-    FORGETFUL,
-    MARKED,
-    MESSAGES,
-    OPENING,
-    make_tokenizer,
-    read_jsonl,
-)
+from training_data import CHATML, DEMO_TARGET, FORGETFUL, MARKED, MESSAGES, OPENING, make_tokenizer, read_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from transformers_gumiho.training import (
@@ -174,22 +165,17 @@ def test_nothing_beside_a_row_changes_it(
     assert together[3][0] == plain[0, 1:].tolist()
 
 
-def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, sizes = make_target(), []
-    plain = target.generate
-
-    def generate(ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        sizes.append(len(ids))
-        return plain(ids, **kwargs)
-
+def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch, calls_of: Any) -> None:
+    target, ids = make_target(), torch.tensor([[3, 1, 4]])
     monkeypatch.setattr(local, "_NUM_TOKENS", 2)
-    first = plain(torch.tensor([[3, 1, 4]]), do_sample=False, max_new_tokens=1, eos_token_id=None)[0, -1].item()
-    monkeypatch.setattr(target, "generate", generate)
+    first = target.generate(ids, do_sample=False, max_new_tokens=1, eos_token_id=None)[0, -1].item()
+    generations = calls_of(target, "generate")
     engine = LocalEngine(target)
     engine.ends = frozenset({first})
     found = [new for new, _ in engine.complete([Request(p, 8, None, 0) for p in ([3, 1, 4], [2, 7, 1], [5, 5, 6])])]
     assert found[0] == [first]
     left = [sum(len(new) > step for new in found) for step in (0, 2, 4, 6)]
+    sizes = [len(generation.args[0]) for generation in generations]
     assert sizes == [size for size in left if size]
     assert sizes[1] < 3
 

@@ -70,8 +70,11 @@ class Server:
         self.url = f"http://localhost:{self.http.server_port}"
 
 
+Serve = Callable[..., Server]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve() -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(*args: Any) -> Server:
@@ -130,7 +133,7 @@ def write(
     return read_jsonl(path)
 
 
-def test_a_server_writes_what_the_target_writes_here(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_server_writes_what_the_target_writes_here(serve: Serve, tmp_path: Path) -> None:
     """All turns, and texts, byte for byte; two addresses take turns, and each has its name for an end."""
 
     def names_the_token(path: str, body: dict[str, Any], number: int) -> Reply:
@@ -155,7 +158,7 @@ def test_a_server_writes_what_the_target_writes_here(serve: Callable[..., Server
 
 
 def test_a_server_without_token_ids_is_used_by_text(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What does not encode back is left out with a count; the rest are the target's own tokens."""
     rows = write(make_engine(serve(by_text).url), tmp_path / "a.jsonl", QUESTIONS * 3, max_new_tokens=20)
@@ -172,7 +175,7 @@ def test_a_server_without_token_ids_is_used_by_text(
 
 
 def test_servers_of_different_software_lose_no_rows(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of them knows no token ids, so both are used by text."""
 
@@ -187,9 +190,7 @@ def test_servers_of_different_software_lose_no_rows(
     assert f"{' or '.join(urls)} sends no token ids" in capsys.readouterr().out
 
 
-def test_the_commands_tell_what_they_do(
-    serve: Callable[..., Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_tell_what_they_do(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Several requests are open at a time, and a run without any usable row fails with the reasons."""
 
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
@@ -204,17 +205,8 @@ def test_the_commands_tell_what_they_do(
         "data", "--target", tmp_path / "tiny", "--max_new_tokens", 8,
         "--endpoint", server.url, "--concurrency", 3,
     ]  # fmt: skip
-    gumiho(
-        *command,
-        "--output_file",
-        tmp_path / "a.jsonl",
-        "--data",
-        "none",
-        "--num_prompts",
-        5,
-        "--max_prompt_tokens",
-        30,
-    )
+    asked = ["--data", "none", "--num_prompts", 5, "--max_prompt_tokens", 30]
+    gumiho(*command, "--output_file", tmp_path / "a.jsonl", *asked)
     gumiho(*command, "--output_file", tmp_path / "b.jsonl", "--data", questions)
     assert server.most_open == 3
     printed = capsys.readouterr()
@@ -228,9 +220,7 @@ def test_the_commands_tell_what_they_do(
     refuse("No row of the dataset can be used", *command, "--output_file", tmp_path / "c", "--data", unusable)
 
 
-def test_the_users_own_tokens_are_not_sent(
-    serve: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_own_tokens_are_not_sent(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_user")
     monkeypatch.setenv("OPENAI_API_KEY", "sk_of_the_user")
     server = serve(by_ids)
@@ -239,7 +229,7 @@ def test_the_users_own_tokens_are_not_sent(
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Path, status: int) -> None:
+def test_a_busy_server_is_asked_again(serve: Serve, tmp_path: Path, status: int) -> None:
     server = serve(
         lambda path, body, n: by_ids(path, body, n) if n % 3 else (status, {"error": "busy"}), {"retry-after-ms": "10"}
     )
@@ -249,7 +239,7 @@ def test_a_busy_server_is_asked_again(serve: Callable[..., Server], tmp_path: Pa
 
 @pytest.mark.parametrize("status", [400, 413, 422, 500])
 def test_a_refused_row_is_skipped_with_the_servers_words(
-    serve: Callable[..., Server], tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are written, and it is not asked again; where all are refused, the run stops."""
     refused, path = QUESTIONS[1]["prompt"], tmp_path / "a.jsonl"
@@ -275,7 +265,7 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
 
 @pytest.mark.parametrize(("status", "answers_others"), [(500, False), (503, True), (504, True)])
 def test_a_server_that_fails_from_some_request_on_costs_no_row(
-    serve: Callable[..., Server], tmp_path: Path, status: int, answers_others: bool
+    serve: Serve, tmp_path: Path, status: int, answers_others: bool
 ) -> None:
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
         if answers_others and isinstance(body["prompt"], str):
@@ -288,7 +278,7 @@ def test_a_server_that_fails_from_some_request_on_costs_no_row(
     assert "skipped" not in (tmp_path / "a.jsonl").read_text(encoding="utf-8")
 
 
-def test_a_server_that_refuses_everything_is_not_asked_again(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_server_that_refuses_everything_is_not_asked_again(serve: Serve, tmp_path: Path) -> None:
     server = serve(lambda *_: (404, "<html>\n  there is\nno model 'tiny'"))
     with pytest.raises(EndpointError, match=r"refuses \(404\): <html> there is no model 'tiny'"):
         write(make_engine(server.url), tmp_path / "a.jsonl")
@@ -300,9 +290,7 @@ NO_ANSWER = completion(None)[1]
 
 @pytest.mark.parametrize("nonsense", ["<html>", {"choices": []}, {"answer": 42}, [], NO_ANSWER])
 @pytest.mark.parametrize("server_knows", [by_ids, by_text])
-def test_nonsense_costs_its_row_alone(
-    serve: Callable[..., Server], tmp_path: Path, nonsense: Any, server_knows: Any
-) -> None:
+def test_nonsense_costs_its_row_alone(serve: Serve, tmp_path: Path, nonsense: Any, server_knows: Any) -> None:
     server = serve(lambda path, body, n: server_knows(path, body, n) if n != 2 else (200, nonsense))
     rows = write(make_engine(server.url, concurrency=1), tmp_path / "a.jsonl")
     skipped = [row["skipped"] for row in rows if "skipped" in row]
@@ -315,9 +303,7 @@ def test_nonsense_costs_its_row_alone(
 
 
 @pytest.mark.parametrize("token", [-1, len(TOKENIZER), 10**12])
-def test_tokens_that_the_target_does_not_have_are_told(
-    serve: Callable[..., Server], tmp_path: Path, token: int
-) -> None:
+def test_tokens_that_the_target_does_not_have_are_told(serve: Serve, tmp_path: Path, token: int) -> None:
     """They are those of another model."""
     server = serve(lambda *_: completion("a", token_ids=[token]))
     with pytest.raises(EndpointError, match=r"another model\. So it was with all 6 requests"):
@@ -326,7 +312,7 @@ def test_tokens_that_the_target_does_not_have_are_told(
 
 @pytest.mark.parametrize("status", [None, 429, 503])
 def test_where_one_server_fails_the_others_go_on(
-    serve: Callable[..., Server], tmp_path: Path, status: int | None, capsys: pytest.CaptureFixture[str]
+    serve: Serve, tmp_path: Path, status: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     busy = serve(lambda *_: (status, {"error": "busy"}), {"retry-after-ms": "10"})
     fails, works = busy.url if status else f"http://localhost:{free_port()}", serve(by_ids).url
@@ -346,9 +332,7 @@ def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:
         make_engine("http://localhost:8000", concurrency=0)
 
 
-def test_a_server_that_dies_in_the_middle_leaves_what_was_written(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_a_server_that_dies_in_the_middle_leaves_what_was_written(serve: Serve, tmp_path: Path) -> None:
     """In the middle of a request, without an answer. Another server writes the rest."""
     path = tmp_path / "a.jsonl"
 
@@ -373,7 +357,7 @@ def test_a_server_that_dies_in_the_middle_leaves_what_was_written(
     not is_serve_available(),
     reason="`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)",
 )
-def test_transformers_serve_writes_what_the_target_writes(serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_transformers_serve_writes_what_the_target_writes(serve: Serve, tmp_path: Path) -> None:
     from transformers.cli.serve import Serve
 
     model, port = str(tmp_path / "tiny"), free_port()

@@ -12,58 +12,38 @@ ROOT = Path(transformers_gumiho.__file__).parent
 
 # For each room the others that it may import; all may import `commands`. The folders of three rooms have an order,
 # too. Within a folder imports are free, as long as they make no circle.
-ROOMS: dict[str, set[str]] = {
-    "commands": set(),
-    "files": set(),
-    "internals": set(),
-    "model": {"internals", "files"},
-    "generation.tree": set(),
-    "generation.verification": {"internals", "model", "generation.tree"},
-    "generation.drafting": {"internals", "model", "generation.tree", "generation.verification"},
-    "generation": {"files", "internals", "model", "generation.tree", "generation.verification", "generation.drafting"},
-    "training.data": {"files", "model", "generation.verification"},
-    "training.losses": {"model"},
+MAY_IMPORT = {
+    "commands": "",
+    "files": "",
+    "internals": "",
+    "model": "files internals",
+    "generation.tree": "",
+    "generation.verification": "internals model generation.tree",
+    "generation.drafting": "internals model generation.tree generation.verification",
+    "generation": "files internals model generation.tree generation.verification generation.drafting",
+    "training.data": "files model generation.verification",
+    "training.losses": "model",
     # With `generation`, training measures tau and records what is generated.
-    "training": {
-        "files",
-        "internals",
-        "model",
-        "generation",
-        "generation.verification",
-        "training.data",
-        "training.losses",
-        "training.writing",
-    },
-    "training.writing": {"files", "internals", "model", "generation.verification", "training.data"},
-    "training.recipe": {"files", "model", "training", "training.data", "training.writing"},
-    "tools.metrics": set(),
-    "tools.pairs": {"files", "model", "generation.verification"},
-    "tools.measuring": {"files", "model", "generation", "generation.verification", "generation.drafting"},
-    "tools.benchmarking": {
-        "files",
-        "internals",
-        "model",
-        "generation.verification",
-        "tools.measuring",
-        "tools.metrics",
-        "tools.pairs",
-    },
-    "tools.tuning": {"model", "generation.verification", "tools.measuring", "tools.pairs"},
-    "tools.presenting": {
-        "model",
-        "generation",
-        "generation.tree",
-        "generation.verification",
-        "generation.drafting",
-        "tools.measuring",
-        "tools.pairs",
-    },
-    "tools": {"files", "generation", "model", "training.recipe", "tools.benchmarking", "tools.pairs", "tools.tuning"},
-    "vllm": {"model"},
-    "custom_generation": {"internals", "model", "generation", "training"},
-    "__init__": {"internals", "model", "generation", "generation.verification", "generation.drafting", "training"},
-    "cli": {"training.recipe", "tools", "tools.benchmarking", "tools.presenting", "tools.tuning"},
+    "training": (
+        "files internals model generation.verification generation training.data training.losses training.writing"
+    ),
+    "training.writing": "files internals model generation.verification training.data",
+    "training.recipe": "files model training.data training training.writing",
+    "tools.metrics": "",
+    "tools.pairs": "files model generation.verification",
+    "tools.measuring": "files model generation.verification generation.drafting generation",
+    "tools.benchmarking": "files internals model generation.verification tools.metrics tools.pairs tools.measuring",
+    "tools.tuning": "model generation.verification tools.pairs tools.measuring",
+    "tools.presenting": (
+        "model generation.tree generation.verification generation.drafting generation tools.pairs tools.measuring"
+    ),
+    "tools": "files model generation training.recipe tools.pairs tools.benchmarking tools.tuning",
+    "vllm": "files model",
+    "custom_generation": "internals model generation training",
+    "__init__": "internals model generation.verification generation.drafting generation training",
+    "cli": "training.recipe tools.benchmarking tools.tuning tools.presenting tools",
 }
+ROOMS = {room: set(others.split()) for room, others in MAY_IMPORT.items()}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

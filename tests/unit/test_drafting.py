@@ -1,9 +1,7 @@
 """A drafted tree is what the architecture says, computed path by path with the model's plain forward pass."""
 
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from draft_trees import paths_of
 from drafting_oracle import make_generator, scores_of_paths, states_of
-from targets import equals_plain, make_drafter, make_prompts, make_target
+from targets import make_drafter, make_pair, make_prompts, make_target
 from tiny_configs import small_config
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -97,8 +95,7 @@ def test_paths_are_scored_under_noise_whatever_the_order_of_the_draft_vocabulary
 
 
 def test_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
-    target = make_target()
-    drafter = make_drafter(target, num_assistant_tokens=40)
+    target, drafter = make_pair(num_assistant_tokens=40)
     lengths = [3, 8, 5]
     batch = make_prompts(lengths)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -142,8 +139,7 @@ def test_drafts_are_scored_with_the_logits_of_the_target(config: PreTrainedConfi
 
 
 def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
-    target = make_target()
-    drafter = make_drafter(target, branching_factor=1)
+    target, drafter = make_pair(branching_factor=1)
     ids = make_prompts([6])["input_ids"]
     generator = make_generator(target, drafter, 1)
     outputs = SimpleNamespace(hidden_states=[states_of(target, ids)[:, :-1]])
@@ -160,30 +156,23 @@ def test_branching_factor_one_drafts_a_chain_of_arg_maxes() -> None:
     assert candidates.tolist() == [ids[0].tolist() + path]
 
 
-def test_what_is_too_deep_for_the_tree_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
+def test_what_is_too_deep_for_the_tree_is_not_drafted(calls_of: Any) -> None:
+    target, chains = make_target(), []
     ids = make_prompts([6])["input_ids"]
-    score, num_scored, chains = GumihoDrafter.score, [], []
-
-    def counting_score(self: GumihoDrafter, features: torch.Tensor) -> torch.Tensor:
-        num_scored.append(features.shape[:-1].numel())
-        return score(self, features)
-
-    monkeypatch.setattr(GumihoDrafter, "score", counting_score)
+    scored = calls_of(GumihoDrafter, "score")
     for num_assistant_tokens in (1, 2, 3, 7):
         drafter = make_drafter(target, num_assistant_tokens=num_assistant_tokens, branching_factor=1)
         generator = make_generator(target, drafter, 1)
-        num_scored.clear()
+        scored.clear()
         outputs = SimpleNamespace(hidden_states=[states_of(target, ids)[:, :-1]])
         chains.append(generator.get_candidates(ids, model_outputs=outputs)[0][0].tolist())
-        assert sum(num_scored) == num_assistant_tokens
+        assert sum(call.args[1].shape[:-1].numel() for call in scored) == num_assistant_tokens
         assert len(chains[-1]) == 6 + num_assistant_tokens
     assert all(chain == chains[-1][: len(chain)] for chain in chains)
 
 
 def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended() -> None:
-    target = make_target()
-    drafter = make_drafter(target, full_tree_attention=False, branching_factor=3)
+    target, drafter = make_pair(full_tree_attention=False, branching_factor=3)
     ids = make_prompts([6])["input_ids"]
     tree = make_generator(target, drafter, 1).draft_tree(committed(target, ids))
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
@@ -214,8 +203,7 @@ def test_without_full_tree_attention_only_the_best_nodes_of_a_depth_are_extended
 def test_settings_out_of_range_are_refused_before_the_target_runs(
     settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = make_target()
-    drafter = make_drafter(target, **settings)
+    target, drafter = make_pair(**settings)
     monkeypatch.setattr(target, "_prefill", lambda *args, **kwargs: pytest.fail("the target ran"))
     with pytest.raises(ValueError, match=message):
         target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
@@ -228,28 +216,3 @@ def test_draft_temperature_defaults_to_two_thirds() -> None:
             drafter.generation_config, drafter.config, sampling_temperature
         )
         assert (settings.draft_temperature, settings.sampling_temperature) == (2 / 3, sampling_temperature)
-
-
-def test_equal_temperatures_for_all_depths_are_one_temperature() -> None:
-    target = make_target()
-    batch = make_prompts([6, 6])["input_ids"]
-    trees = []
-    for temperature in (0.7, [0.7], [0.7] * 9):
-        drafter = make_drafter(target, num_assistant_tokens=40, draft_temperature=temperature)
-        trees.append(make_generator(target, drafter, 2).draft_tree(committed(target, batch)))
-    for tree in trees[1:]:
-        assert torch.equal(tree.tokens, trees[0].tokens)
-        assert torch.equal(tree.parents, trees[0].parents)
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_temperatures_of_depths_are_saved_and_leave_the_text_as_it_is(tmp_path: Path, do_sample: bool) -> None:
-    temperatures = [0.2, 0.3, 0.6, 0.9, 1.4]
-    target = make_target()
-    make_drafter(target, draft_temperature=temperatures, num_assistant_tokens=12).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text())["draft_temperature"] == temperatures
-    drafter = GumihoModel.from_pretrained(tmp_path)
-    settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
-    assert settings.temperatures == (0.2, 0.3, 0.6, 0.9, 1.4, 1.4, 1.4)
-    assert hash(settings) == hash(settings)
-    equals_plain(target, drafter, do_sample=do_sample)

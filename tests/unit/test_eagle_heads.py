@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_doubtful_fields_are_logged(
     with caplog.at_level(logging.WARNING):
         load(write_head(tmp_path, head, fields))
     (logged,) = (record.getMessage() for record in caplog.records if "head" in record.getMessage())
-    assert __import__("re").search(message, logged)
+    assert re.search(message, logged)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -325,11 +326,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "sliding": (True, {"layer_types": ["sliding_attention"]}, "with a sliding window"),
     "mistral": (False, {"model_type": "mistral"}, "an EAGLE-1 head with layers of the type 'mistral'"),
-    "mistral_architecture": (
-        False,
-        {"architectures": ["EagleMistralForCausalLM"]},
-        "architecture 'EagleMistral",
-    ),
+    "mistral_architecture": (False, {"architectures": ["EagleMistralForCausalLM"]}, "architecture 'EagleMistral"),
     "cohere": (False, {"model_type": "cohere", "logit_scale": 0.0625}, "scales its states .`logit_scale` is 0.0625"),
     "clip": (True, {"clip_qkv": 6.0}, "scales its states .`clip_qkv` is 6.0"),
     "minicpm": (False, {"model_type": "minicpm", "scale_emb": 12}, "scales its states .`scale_emb` is 12"),
@@ -376,6 +373,8 @@ def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
         GumihoConfig.from_pretrained(tmp_path / "bare")
 
 
+# For heads of eight numbers.
+LONGROPE = {"type": "longrope", "short_factor": 4 * [1.0], "long_factor": 4 * [2.0]}
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": "4"}, "`num_attention_heads` must be an integer above 0, got '4'"),
     ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer above 0, got 0"),
@@ -400,9 +399,24 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-3"}, "'rms_norm_eps' expected float, got str"),
     ({"rope_theta": "100"}, "`rope_theta` must be a number above 0, got '100'"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, got 'linear'"),
-    ({"rope_scaling": {"type": "linear"}}, "rotary embedding that is not known: .*`factor` is None"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rotary embedding that is not known: .*`factor` is '2'"),
-    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "not known: .*`low_freq_factor` is None"),
+    ({"rope_scaling": {"type": "linear"}}, "`factor` of a linear rotary embedding must be a number above 0, got None"),
+    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` of .* must be a number above 0, got '2'"),
+    ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"`factor` of .* must be a number above 0, got \[2\.0\]"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
+        "`beta_fast` of a yarn rotary embedding must be a number, got '32'",
+    ),
+    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "`low_freq_factor` of a llama3 rotary .* got None"),
+    ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` .* a list of 4 numbers .*got \[1\.0,"),
+    ({"rope_scaling": LONGROPE | {"long_factor": 1.0}}, r"`long_factor` of .* a list of 4 numbers .*got 1\.0"),
+    ({"rope_scaling": LONGROPE | {"long_factor": []}}, r"`long_factor` of .* a list of 4 numbers .*got \[\]"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5}}, r"gives `rope_theta` as 100\.0 and as 5"),
+    ({"eagle_config": {"rope_theta": 5.0}}, r"gives `rope_theta` as 100\.0 and as 5\.0"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "as 'linear' and as 'yarn'"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
+        r"gives `factor` as 4\.0 and as 2\.0",
+    ),
 ]  # fmt: skip
 
 
@@ -418,7 +432,12 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str, tmp_path:
     [
         ("d2t", lambda d2t: d2t[:, None], r"`d2t` must be 1-D and of integers, got torch\.int64 of shape \(24, 1\)"),
         ("d2t", lambda d2t: d2t > 3, "`d2t` must be 1-D and of integers, got torch.bool"),
-        ("d2t", lambda d2t: d2t[:20], r"d2t is \(20,\), expected \(24,\)"),
+        # Ids in the place of distances.
+        ("d2t", lambda d2t: d2t + torch.arange(24), "`d2t` must name distinct token ids from 0 to 39, but it holds"),
+        ("d2t", lambda d2t: d2t[:20], "`t2d` marks other tokens than `d2t` names"),
+        ("t2d", lambda t2d: t2d.roll(1), r"`t2d` marks other tokens than `d2t` names, such as \d+"),
+        ("t2d", torch.zeros_like, "`t2d` marks other tokens than `d2t` names"),
+        ("t2d", lambda t2d: torch.ones(2, 3), "`t2d` marks other tokens than `d2t` names"),
         ("lm_head.weight", torch.sum, r"lm_head\.weight is \(\), expected \(40, 32\)"),
         ("layers.0.self_attn.k_proj.weight", torch.sum, "it has no matrix `layers.0.self_attn.k_proj.weight`"),
     ],

@@ -10,7 +10,6 @@ import pytest
 import torch
 from checkpoints import LLAMA_FIELDS, REPO, VLLM_FIELDS, make_weights, reference_shapes, write_weights
 from hub_cache import COMMIT, note_missing, write_to_hub_cache
-from huggingface_hub import scan_cache_dir
 from safetensors.torch import load_file
 from targets import equals_plain, make_target
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -82,16 +81,6 @@ def assert_loaded(model: GumihoModel, weights: dict[str, torch.Tensor]) -> None:
     assert llama.rope_parameters == {"rope_theta": 500000.0, "rope_type": "default"}
 
 
-def test_cache_is_laid_out_as_huggingface_hub_does(tmp_path: Path) -> None:
-    write_repository(tmp_path, make_weights(), VLLM_FIELDS)
-    found = scan_cache_dir(tmp_path)
-    assert not found.warnings
-    (repo,) = found.repos
-    assert repo.repo_id == REPO
-    assert repo.refs.keys() == {"main"}
-    assert {file.file_name for file in repo.refs["main"].files} == {"config.json", "pytorch_model.bin"}
-
-
 @pytest.mark.parametrize("name", list(TABLE))
 def test_packaged_configs_describe_the_released_tensors(name: str, tmp_path: Path) -> None:
     hidden, ffn, heads, kv_heads, vocab, theta, positions, eps = TABLE[name]
@@ -154,7 +143,8 @@ def test_layouts_and_namings(layout: str, naming: str, form: str, tmp_path: Path
     assert_loaded(model, weights)
     assert model.dtype == torch.float16
     assert model.generation_config.draft_vocabulary == [4, 40, 7]
-    # What is saved has the released names and our layout, whatever was loaded.
+    # What is saved has the released names and our layout, whatever was loaded, and no storage that heads share.
+    model.mlp.batched_weights()
     model.save_pretrained(tmp_path / "saved")
     saved, info = AutoModel.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert_loaded(saved, weights)

@@ -1,72 +1,32 @@
 """vLLM's Gumiho loader reads what is saved here, and drafts from it the chain of `branching_factor=1`."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from draft_trees import recorded_drafts
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from targets import make_drafter, make_prompts, make_target
 from trained_pair import FOLDER as DEMO_PAIR
-from trained_pair import load_language_model, load_tokenizer
-from trainers import make_args, make_rows
-from transformers import PreTrainedModel
+from trained_pair import load_tokenizer
+from trainers import make_rows, trained
 from vllm_reader import VllmDrafter, read_config, read_names
 
 from transformers_gumiho import GumihoConfig, GumihoModel
-from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
-from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.verification.session import CommittedTokens
 from transformers_gumiho.generation.verification.target_states import output_head
-from transformers_gumiho.training import GumihoTrainer
 
 
 ROOT = Path(__file__).parents[2]
 NO_HEAD: Any = None
 
 
-def fresh(folder: Path) -> None:
-    GumihoModel(GumihoConfig(model={"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 8})).save_pretrained(
-        folder
-    )
-
-
-def for_family(family: str, folder: Path) -> None:
-    make_drafter(make_target(family, num_layers=3)).save_pretrained(folder)
-
-
-def without_fc_bias(folder: Path) -> None:
-    GumihoModel.from_target(make_target(num_layers=3), gumiho_fc_bias=False).save_pretrained(folder)
-
-
-def with_biases(folder: Path) -> None:
-    GumihoModel.from_target(make_target(num_layers=3), attention_bias=True, mlp_bias=True).save_pretrained(folder)
-
-
-def with_a_tokenizer(folder: Path) -> None:
-    drafter = make_drafter(make_target(num_layers=3))
-    drafter.tokenizer = load_tokenizer()
-    drafter.save_pretrained(folder)
-
-
-def with_a_draft_vocabulary(folder: Path) -> None:
-    make_drafter(make_target(num_layers=3), draft_vocabulary=[1, 2, 3, 4]).save_pretrained(folder)
-
-
-def without_embedding(folder: Path) -> None:
-    make_drafter(make_target(num_layers=3)).save_pretrained(folder, save_embedding=False)
-
-
-def trained(folder: Path) -> None:
-    target = make_target(num_layers=3).float()
-    trainer = GumihoTrainer(
-        make_drafter(target), make_args(folder, max_steps=1), target=target, train_dataset=make_rows(4)
-    )
-    trainer.train()
-    trainer.save_model(folder)
+def of_trainer(folder: Path) -> None:
+    trained(make_target(num_layers=3).float(), folder, max_steps=1, train_dataset=make_rows(4)).save_model(folder)
 
 
 def merged(folder: Path) -> None:
@@ -82,17 +42,26 @@ def demo_pair(folder: Path) -> None:
     GumihoModel.from_pretrained(DEMO_PAIR / "gumiho", transition_rank=0).save_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "save",
-    [
-        fresh, without_fc_bias, with_biases, with_a_tokenizer, with_a_draft_vocabulary, without_embedding,
-        trained, merged, demo_pair,
-        *(
-            pytest.param(partial(for_family, family), id=family)
-            for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")
-        ),
-    ],
-)  # fmt: skip
+def of_family(family: str, folder: Path, tokenizer: Any = None, save_embedding: bool = True, **settings: Any) -> None:
+    drafter = make_drafter(make_target(family, num_layers=3), **settings)
+    drafter.tokenizer = tokenizer
+    drafter.save_pretrained(folder, save_embedding=save_embedding)
+
+
+LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 8}
+SAVED: dict[str, Callable[[Path], None]] = {
+    "fresh": lambda folder: GumihoModel(GumihoConfig(model=LLAMA)).save_pretrained(folder),
+    "tokenizer": lambda folder: of_family("llama", folder, load_tokenizer()),
+    "draft vocabulary": partial(of_family, "llama", draft_vocabulary=[1, 2, 3, 4]),
+    "no embedding": partial(of_family, "llama", save_embedding=False),
+    "trained": of_trainer,
+    "merged": merged,
+    "demo pair": demo_pair,
+    **{family: partial(of_family, family) for family in ("llama", "qwen3", "gemma3", "gpt_oss", "gpt2", "opt")},
+}
+
+
+@pytest.mark.parametrize("save", SAVED.values(), ids=SAVED)
 def test_saved_drafters_are_read(save: Any, tmp_path: Path) -> None:
     save(tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -134,34 +103,9 @@ def test_the_reader_notices_what_the_loader_cannot_read(tmp_path: Path) -> None:
         VllmDrafter(tmp_path, 7, NO_HEAD)
 
 
-def recorded_drafts(
-    target: PreTrainedModel, drafter: GumihoModel, prompt: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """Returns, for each cycle of a generation, the tokens and states that the drafter has read, and its chain."""
-    cycles: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
-    draft_tree = GumihoDrafter.draft
-
-    def recording(self: GumihoDrafter, committed: CommittedTokens) -> DraftTree:
-        tree = draft_tree(self, committed)
-        tokens, states = committed.tokens, committed.target_states
-        before = cycles[-1] if cycles else (tokens[0, :0], states[0, :0])
-        assert tree.depths[0].tolist() == list(range(tree.tokens.shape[1]))
-        cycles.append(
-            (torch.cat((before[0], tokens[0])), torch.cat((before[1], states[0])), tree.tokens[0, 1:].tolist())
-        )
-        return tree
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GumihoDrafter, "draft", recording)
-        target.generate(**prompt, max_new_tokens=24, do_sample=False, assistant_model=drafter)
-    return cycles
-
-
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 7])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "opt"])
-def test_a_chain_holds_the_tokens_that_vllm_drafts(
-    family: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_holds_the_tokens_that_vllm_drafts(family: str, num_tokens: int, tmp_path: Path) -> None:
     target = make_target(family, vocab_size=64, num_layers=3)
     drafter = make_drafter(target, branching_factor=1, num_assistant_tokens=num_tokens)
     # So that a feature depends on the whole text.
@@ -169,23 +113,15 @@ def test_a_chain_holds_the_tokens_that_vllm_drafts(
         torch.nn.init.normal_(parameter, std=0.4)
     drafter.save_pretrained(tmp_path)
     read = VllmDrafter(tmp_path, num_tokens, output_head(target))
-    cycles = recorded_drafts(target, drafter, make_prompts([9]), monkeypatch)
-    assert len(cycles) > 3
-    chains = [chain for *_, chain in cycles]
-    assert [read.draft(tokens, states) for tokens, states, _ in cycles] == chains
+    with recorded_drafts() as drafts:
+        target.generate(**make_prompts([9]), max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    # What the drafter has read by then is what vLLM drafts from.
+    parts = [(committed.tokens[0], committed.target_states[0]) for committed, _ in drafts]
+    texts = [tuple(map(torch.cat, zip(*parts[:number], strict=True))) for number in range(1, len(parts) + 1)]
+    chains = [tree.tokens[0, 1:].tolist() for _, tree in drafts]
+    assert all(tree.depths[0].tolist() == [*range(num_tokens + 1)] for _, tree in drafts)
+    assert [read.draft(*text) for text in texts] == chains
     assert len({tuple(chain) for chain in chains}) > 1
     if num_tokens == drafter.config.max_draft_depth:
         # Where vLLM differs: the first input of the drafter is zero there.
-        assert [read.draft(tokens, states, zero_first=True) for tokens, states, _ in cycles] != chains
-
-
-def test_the_demo_drafter_drafts_the_chain_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_language_model().double()
-    demo_pair(tmp_path)
-    drafter = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64)
-    drafter.generation_config.update(branching_factor=1, num_assistant_tokens=7, draft_vocabulary=None)
-    read = VllmDrafter(tmp_path, 7, output_head(target))
-    read.weights = {name: tensor.double() for name, tensor in read.weights.items()}
-    prompt = load_tokenizer()("def __init__(self, ", return_tensors="pt")
-    cycles = recorded_drafts(target, drafter, prompt, monkeypatch)
-    assert [read.draft(tokens, states) for tokens, states, _ in cycles] == [chain for *_, chain in cycles]
+        assert [read.draft(*text, zero_first=True) for text in texts] != chains

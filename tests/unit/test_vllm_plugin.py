@@ -3,10 +3,10 @@
 import copy
 import importlib.util
 import json
-import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,14 +26,7 @@ import transformers_gumiho
 import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.vllm.chain import Chain
-from transformers_gumiho.vllm.checkpoint import (
-    EMBEDDING,
-    FUSION,
-    copy_tensor,
-    expected_names,
-    is_readable,
-    plain_name,
-)
+from transformers_gumiho.vllm.checkpoint import EMBEDDING, FUSION, copy_tensor, expected_names, is_readable, plain_name
 from transformers_gumiho.vllm.unread_steps import UnreadSteps
 
 
@@ -164,18 +157,13 @@ def test_drafts_that_are_never_accepted_are_said_once(
 
 @pytest.mark.parametrize("has_class", [True, False])
 def test_a_module_that_is_imported_later_is_changed_where_it_has_the_class(
-    has_class: bool,
-    vllm: SimpleNamespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    has_class: bool, vllm: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     del sys.modules["vllm.v1.spec_decode.eagle"]
     (tmp_path / "eagle.py").write_text(f"class {'EagleProposer' if has_class else 'Other'}:\n    pass\n")
     monkeypatch.setattr(sys.modules["vllm.v1.spec_decode"], "__path__", [str(tmp_path)])
     plugin.register()
-    with caplog.at_level(logging.WARNING):
-        names = vars(importlib.import_module("vllm.v1.spec_decode.eagle"))
+    names = vars(importlib.import_module("vllm.v1.spec_decode.eagle"))
     assert ("__new__" in vars(names["EagleProposer" if has_class else "Other"])) == has_class
     found = ["does not fit this vLLM" in message for message in caplog.messages]
     assert found == ([] if has_class else [True])
@@ -236,9 +224,8 @@ def test_where_something_is_missing_only_drafters_are_refused(
     vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_sources(vllm.root, "0.40.0", without="EagleSpeculator.capture")
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
-        assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
+    plugin.register()
+    assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
     assert caplog.records == []
     assert plugin.ARCHITECTURE not in vllm.registry.models
     assert "__new__" not in vars(vllm.eagle)
@@ -254,12 +241,11 @@ def test_that_a_release_was_not_tested_is_said_once_to_those_who_draft(
     names = {"read_drafter": lambda model, **options: "ours"}
     put_module(monkeypatch, "transformers_gumiho.vllm.configuration", names)
     write_sources(vllm.root, "0.40.0")
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
-        vllm.config.get_config("other/model", False)
-        assert caplog.records == []
-        for _ in range(2):
-            assert vllm.config.get_config(write_config(tmp_path, {"model_type": "gumiho"}), False) == "ours"
+    plugin.register()
+    vllm.config.get_config("other/model", False)
+    assert caplog.records == []
+    for _ in range(2):
+        assert vllm.config.get_config(write_config(tmp_path, {"model_type": "gumiho"}), False) == "ours"
     assert ["has not been tested with vLLM 0.40.0" in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -267,8 +253,7 @@ def test_a_vllm_with_gumiho_of_its_own_is_left_alone(
     vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm.registry.models["GumihoLlamaForCausalLM"] = "vllm's"
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
+    plugin.register()
     assert ["This vLLM has Gumiho itself" in record.getMessage() for record in caplog.records] == [True]
     assert plugin.ARCHITECTURE not in vllm.registry.models
     drafter = write_config(tmp_path, {"model_type": "gumiho"})
@@ -277,8 +262,7 @@ def test_a_vllm_with_gumiho_of_its_own_is_left_alone(
 
 def test_a_vllm_that_is_made_otherwise_goes_on(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     del vllm.config.get_config
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
+    plugin.register()
     assert [re.search("does not fit this vLLM", record.getMessage()) is None for record in caplog.records] == [False]
 
 
@@ -295,12 +279,7 @@ def test_drafters_are_known_by_their_config_or_as_released(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        {},
-        {"gumiho_fc_bias": False},
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_hidden_layers": 3},
-    ],
+    [{}, {"gumiho_fc_bias": False}, {"attention_bias": True, "mlp_bias": True}, {"num_hidden_layers": 3}],
     ids=str,
 )
 def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path: Path) -> None:
@@ -311,10 +290,8 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
     for num_tokens in range(1, 8):
         read, dropped = read_names(shapes, fields, num_tokens)
         chain = Chain.of_drafter(SimpleNamespace(**fields), num_tokens)
-        assert expected_names(SimpleNamespace(**fields), chain) == set(read) - {EMBEDDING}
-        assert expected_names(SimpleNamespace(**fields), chain) == set(expected_shapes(fields, num_tokens)) - {
-            EMBEDDING
-        }
+        names = expected_names(SimpleNamespace(**fields), chain)
+        assert names == set(read) - {EMBEDDING} == set(expected_shapes(fields, num_tokens)) - {EMBEDDING}
         assert all(int(name.split(".")[1]) >= chain.num_heads for name in dropped)
 
 
@@ -335,32 +312,39 @@ class EAGLEConfig:
         vars(self).update(kwargs, model=model)
 
 
-def read_drafter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the config that vLLM would carry."""
+@pytest.fixture
+def read_drafter(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
+    """Returns the config of a drafter's folder that vLLM would carry."""
     stubs: dict[str, Any] = {name: {} for name in ("vllm.transformers_utils", "vllm.transformers_utils.configs")}
     stubs |= {"vllm.transformers_utils.configs.eagle": {"EAGLEConfig": EAGLEConfig}}
-    return load("configuration", monkeypatch, stubs).read_drafter(folder)
+    return load("configuration", monkeypatch, stubs).read_drafter
 
 
-def test_widths_that_differ_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
-) -> None:
+def test_widths_that_differ_are_refused(tmp_path: Path, read_drafter: Callable[[Path], Any]) -> None:
     GumihoModel.from_target(make_target(num_layers=3), hidden_size=64, embedding_size=32).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
-        read_drafter(tmp_path, monkeypatch)
+        read_drafter(tmp_path)
+
+
+def test_a_damaged_file_of_settings_is_none_that_is_missing(
+    tmp_path: Path, read_drafter: Callable[[Path], Any]
+) -> None:
+    GumihoModel.from_target(make_target(num_layers=3)).save_pretrained(tmp_path)
+    settings = tmp_path / "generation_config.json"
+    for text in ('{"draft_vocabulary": [1, 2', "[1]"):
+        settings.write_text(text)
+        with pytest.raises(OSError, match=r"`generation_config\.json` of .* is damaged: it holds no JSON object"):
+            read_drafter(tmp_path)
+    settings.unlink()
+    assert read_drafter(tmp_path).draft_vocabulary is None
 
 
 @pytest.mark.parametrize("num_heads", [0, 2])
 @pytest.mark.parametrize(("is_eagle3", "method"), [(False, "eagle"), (True, "eagle3")])
 def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
-    is_eagle3: bool,
-    method: str,
-    num_heads: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    vllm: SimpleNamespace,
+    is_eagle3: bool, method: str, num_heads: int, tmp_path: Path, read_drafter: Callable[[Path], Any]
 ) -> None:
     head = make_head(is_eagle3)
     fields = llama_fields(head) | ({"draft_vocab_size": None} if is_eagle3 else {})
@@ -371,17 +355,15 @@ def test_saved_eagle_heads_are_refused_with_the_name_of_the_original(
     what = "with parallel heads" if num_heads else "that was saved for transformers"
     way_out = f'serves EAGLE heads itself: give it {str(original)!r} as `model`, with `"method": "{method}"`.'
     with pytest.raises(ValueError, match=re.escape(f"is an EAGLE head {what}. vLLM {way_out}")):
-        read_drafter(tmp_path / "saved", monkeypatch)
+        read_drafter(tmp_path / "saved")
 
 
-def test_layers_of_the_target_are_counted_as_vllm_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: SimpleNamespace
-) -> None:
+def test_layers_of_the_target_are_counted_as_vllm_does(tmp_path: Path, read_drafter: Callable[[Path], Any]) -> None:
     GumihoModel.from_target(make_target(num_layers=3), target_layer_ids=[0, -1]).save_pretrained(tmp_path / "several")
     GumihoModel.from_target(make_target(num_layers=3)).save_pretrained(tmp_path / "last")
-    config = read_drafter(tmp_path / "several", monkeypatch)
+    config = read_drafter(tmp_path / "several")
     assert (config.target_layer_ids, config.eagle_aux_hidden_state_layer_ids) == ([0, 2], [1, 3])
-    config = read_drafter(tmp_path / "last", monkeypatch)
+    config = read_drafter(tmp_path / "last")
     assert config.target_layer_ids is None
     assert not hasattr(config, "eagle_aux_hidden_state_layer_ids")
 
@@ -398,17 +380,13 @@ def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
     for name in (*saved, "mlp.9.5.linear.weight", "d2t"):
         assert is_readable(config, name)
         assert is_readable(plainer, name) == (name != FUSION)
-    for name in (
-        "layers.0.self_attn.q_proj.bias",
-        "layers.2.mlp.up_proj.weight",
-        "mlp.0.6.linear.weight",
-        "norm.weight",
-    ):
-        assert not is_readable(config, name)
+    unknown = ("layers.0.self_attn.q_proj.bias", "layers.2.mlp.up_proj.weight", "mlp.0.6.linear.weight", "norm.weight")
+    assert not any(is_readable(config, name) for name in unknown)
 
 
-def make_proposer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a proposer without vLLM, after the fixture `vllm`, with the config of the released drafters."""
+@pytest.fixture
+def proposer(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A proposer without vLLM, with the config of the released drafters."""
     ours = load("proposer", monkeypatch, {
         "vllm.config": {"VllmConfig": object},
         "vllm.v1.sample": {},
@@ -420,9 +398,7 @@ def make_proposer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return proposer
 
 
-def test_a_rank_without_requests_runs_the_passes_of_a_draft(
-    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_requests_runs_the_passes_of_a_draft(vllm: SimpleNamespace, proposer: Any) -> None:
     passes: list[int] = []
 
     def dummy_run(proposer: Any, num_tokens: int, fails: bool = False) -> None:
@@ -431,7 +407,6 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(
             raise RuntimeError
 
     vllm.eagle.dummy_run = dummy_run
-    proposer = make_proposer(monkeypatch)
     for num_tokens in (1, 2, 7):
         proposer.num_speculative_tokens = num_tokens
         proposer.dummy_run(3)
@@ -442,12 +417,9 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(
 
 
 @pytest.mark.parametrize("reason", [None, "drafts", "prompts", "images", "ranks", "several caches"])
-def test_a_step_is_read_at_once_where_it_cannot_wait(
-    reason: str | None, vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_read_at_once_where_it_cannot_wait(reason: str | None, vllm: SimpleNamespace, proposer: Any) -> None:
     passes: list[int] = []
     vllm.eagle.propose = lambda self, num_tokens, **step: passes.append(num_tokens) or torch.zeros(2, num_tokens)
-    proposer = make_proposer(monkeypatch)
     groups = ["full", "sliding"] if reason == "several caches" else ["full"]
     vars(proposer).update(
         _runner=SimpleNamespace(

@@ -1,6 +1,7 @@
 """The committed text of a generation: rows of different lengths, where each ends, and the records of its tokens."""
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,8 +226,8 @@ def max_length_of(
 ) -> int:
     """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
     lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
-    # Criteria are asked after a token, so there is always one.
-    return max(min(lengths, default=generation_config.max_length), prompt_length + 1)
+    # Criteria are asked after a token, so there is always one. A length that is no integer is reached by the next one.
+    return max(math.ceil(min(lengths, default=generation_config.max_length)), prompt_length + 1)
 
 
 class StepRecord:

@@ -217,7 +217,7 @@ class GumihoConfig(PreTrainedConfig):
         always says whether `fc` has a bias; where a file does not, it has none, as for vLLM.
 
         Raises:
-            ValueError: It asks for vLLM's `add_para_norm`, or a field has the wrong type.
+            ValueError: It asks for vLLM's `add_para_norm`, or a field is wrong, also one among `kwargs`.
         """
         if config_dict.get("add_para_norm"):
             raise UserValueError(
@@ -225,9 +225,12 @@ class GumihoConfig(PreTrainedConfig):
                 "and that are not available here. Load this drafter with vLLM."
             )
         try:
-            return super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
+            found = super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
         except StrictDataclassError as error:
             raise UserValueError(f"The config of a drafter cannot be right: {error.__cause__}") from error
+        # Those of `kwargs` were set one by one.
+        (found[0] if isinstance(found, tuple) else found).validate_architecture()
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""

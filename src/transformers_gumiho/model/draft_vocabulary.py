@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
             f"out to draft from all of the vocabulary."
         )
     return token_ids
+
+
+def check_vocabulary_mask(mask: Any, token_ids: Sequence[int], name_or_path: Any) -> None:
+    """Raises `ValueError` where a checkpoint's mask `t2d` marks other tokens than its `d2t` names, `token_ids`."""
+    marked = set(torch.as_tensor(mask).flatten().nonzero().flatten().tolist())
+    if different := sorted(marked.symmetric_difference(token_ids)):
+        raise UserValueError(
+            f"In the checkpoint {str(name_or_path)!r}, `t2d` marks other tokens than `d2t` names, such as "
+            f"{different[0]}, so one of them is wrong. Download the head again, or take `t2d` out if `d2t` is right."
+        )
 
 
 def vocabulary_fault(token_ids: Any, vocab_size: int) -> str | None:

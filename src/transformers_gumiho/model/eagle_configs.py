@@ -141,9 +141,11 @@ def eagle_fields(
     if reason is not None:
         raise _refusal(name_or_path, reason)
     _check_sizes(flags, shapes, name_or_path)
+    rope = _rope_fields(levels)
+    _check_rope(rope, shapes["layers.0.self_attn.q_proj.weight"][0] // flags["num_attention_heads"], name_or_path)
     found: dict[str, Any] = {
         "model_type": "gumiho",
-        "model": _llama_fields(flags, shapes),
+        "model": _llama_fields(flags, shapes) | {"rope_parameters": dict(rope)},
         "num_serial_tokens": NUM_SERIAL_TOKENS,
         "num_parallel_heads": 0,
         "gumiho_fc_bias": "fc.bias" in shapes,
@@ -180,12 +182,15 @@ def _levels(fields: dict[str, Any], name_or_path: Any) -> list[dict[str, Any]]:
     return levels + [given(level.get("eagle_config")) for level in levels]
 
 
-def _rope(flags: dict[str, Any]) -> dict[str, Any]:
-    """Returns the rotary embedding as transformers 5 writes it. Configs may have it in several fields."""
-    beside = {name: flags[name] for name in ("rope_theta", "original_max_position_embeddings") if name in flags}
-    parts = flags.get("rope_parameters", {}), flags.get("rope_scaling", {})
-    kinds = [part[name] for part in parts for name in ("type", "rope_type") if name in part]
-    return beside | parts[0] | parts[1] | {"rope_type": kinds[-1] if kinds else "default"}
+def _rope_fields(levels: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Returns the fields of the rotary embedding. Configs may have it in several places."""
+    found: list[tuple[str, Any]] = []
+    for level in levels:
+        found += [(name, level[name]) for name in ("rope_theta", "original_max_position_embeddings") if name in level]
+        for part in ("rope_parameters", "rope_scaling"):
+            found += [("rope_type" if name == "type" else name, v) for name, v in level.get(part, {}).items()]
+    # Another type goes before the default, which some tools write beside it.
+    return [("rope_type", "default"), *(field for field in found if field != ("rope_type", "default"))]
 
 
 def _named_method(fields: Mapping[str, Any]) -> str | None:
@@ -219,14 +224,11 @@ def _refused_config(levels: list[dict[str, Any]], flags: dict[str, Any]) -> str 
         return _PARA_NORM
     if flags.get("use_aux_hidden_state") is False:
         return "an EAGLE-3 head with `use_aux_hidden_state: false`, which reads no layers of the target"
-    rope = _rope(flags)
+    rope = dict(_rope_fields(levels))
     if rope["rope_type"] == "mrope" or any("mrope" in name and value for name, value in (flags | rope).items()):
         return "an EAGLE head with a multimodal rotary embedding (mrope)"
     if rope["rope_type"] not in _ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
         return f"an EAGLE head with a rotary embedding that is not known: {rope}"
-    for name in _ROPE_TYPES[rope["rope_type"]]:
-        if not all(map(_is_number, value if isinstance(value := rope.get(name), list) else [value])):
-            return f"an EAGLE head with a rotary embedding that is not known: {rope} (`{name}` is {value!r})"
     for name, neutral in _FACTORS.items():
         if (factor := (flags | rope).get(name)) not in (None, neutral, False):
             return f"an EAGLE head whose config scales its states (`{name}` is {factor!r})"
@@ -273,6 +275,26 @@ def _check_sizes(flags: dict[str, Any], shapes: Shapes, name_or_path: Any) -> No
         )
 
 
+def _check_rope(fields: list[tuple[str, Any]], head_dim: int, name_or_path: Any) -> None:
+    """Raises `ValueError` where a config gives the rotary embedding in two ways, or with what it does not compute."""
+    rope = dict(fields)
+    for name, value in fields[1:]:
+        if value != rope[name]:
+            raise _fault(name_or_path, f"it gives `{name}` as {value!r} and as {rope[name]!r}")
+    kind = rope.pop("rope_type")
+    for name, value in (dict.fromkeys(_ROPE_TYPES[kind]) | rope).items():
+        if kind == "longrope" and name in _ROPE_TYPES[kind]:
+            # They divide the angles, of which there is one for two numbers of a head.
+            what, numbers = f"a list of {head_dim // 2} numbers above 0", value if isinstance(value, list) else []
+            is_right = len(numbers) == head_dim // 2 and all(map(_is_number, numbers))
+        else:
+            is_needed = name in _ROPE_TYPES[kind]
+            what = "a number above 0" if is_needed else "a number"
+            is_right = _is_number(value) if is_needed else isinstance(value, (int, float, type(None)))
+        if not is_right:
+            raise _fault(name_or_path, f"`{name}` of a {kind} rotary embedding must be {what}, got {value!r}")
+
+
 def _fault(name_or_path: Any, what: str) -> UserValueError:
     return UserValueError(
         f"The config.json of the EAGLE head {str(name_or_path)!r} cannot be right: {what}. Correct it, or download it "
@@ -295,7 +317,6 @@ def _llama_fields(given: dict[str, Any], shapes: Shapes) -> dict[str, Any]:
     head_dim = shapes[f"{attention}q_proj.weight"][0] // fields["num_attention_heads"]
     return fields | {
         "model_type": "llama",
-        "rope_parameters": _rope(given),
         # Some tools do not read the field of this name.
         "head_dim": head_dim,
         "num_key_value_heads": shapes[f"{attention}k_proj.weight"][0] // head_dim,
@@ -316,7 +337,7 @@ def _eagle3_fields(
 ) -> dict[str, Any]:
     """Returns what is an EAGLE-3 head's own."""
     of_speculators = "speculators_model_type" in flags
-    _warn_of_doubts(flags, of_speculators, name_or_path)
+    _warn_of_doubts(flags, dict(_rope_fields(levels)).get("rope_theta"), of_speculators, name_or_path)
     given = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes} | flags
     return {name: bool(given.get(name)) for name in _NORM_FLAGS} | {
         "serial_head": "eagle3",
@@ -356,9 +377,9 @@ def _as_outputs(ids: list[int], of_speculators: bool, name_or_path: Any) -> list
     return ids
 
 
-def _warn_of_doubts(flags: dict[str, Any], of_speculators: bool, name_or_path: Any) -> None:
+def _warn_of_doubts(flags: dict[str, Any], base: float | None, of_speculators: bool, name_or_path: Any) -> None:
     """Logs, once, which fields of a config may say something else than its head was trained with."""
-    base, doubts = _rope(flags).get("rope_theta"), []
+    doubts = []
     if not of_speculators and base not in (None, 10000):
         doubts.append(
             f"has a `rope_theta` of {base}, which is used. The training code of several tools ignored it and used "

@@ -18,7 +18,13 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, lo
 from ..commands import UserOSError, UserValueError
 from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
-from .draft_vocabulary import entry_token_ids, holds_offsets, is_vocabulary_entry, is_vocabulary_mask
+from .draft_vocabulary import (
+    check_vocabulary_mask,
+    entry_token_ids,
+    holds_offsets,
+    is_vocabulary_entry,
+    is_vocabulary_mask,
+)
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
 
 
@@ -342,9 +348,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
     if config.is_eagle3:  # it belongs to the weights
         if config.draft_vocab_size is not None:
             # As it was written: a buffer of another shape or type may hold anything.
-            entry = read_entry(source, "d2t", options)
-            if entry is not None:
-                entry_token_ids("d2t", entry, vocab_size, source)
+            _read_vocabulary("d2t", vocab_size, source, options)
         return
     keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
     if len(keys) > 1:
@@ -354,9 +358,19 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
         )
     for key in keys:
         if drafter.generation_config.draft_vocabulary is None:
-            if (entry := read_entry(source, key, options)) is None:
+            if (token_ids := _read_vocabulary(key, vocab_size, source, options)) is None:
                 return
-            drafter.generation_config.draft_vocabulary = entry_token_ids(key, entry, vocab_size, source)
+            drafter.generation_config.draft_vocabulary = token_ids
         unexpected.remove(key)
         if holds_offsets(key):
             unexpected.difference_update([other for other in unexpected if is_vocabulary_mask(other)])
+
+
+def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[str, Any]) -> list[int] | None:
+    """Returns the token ids that an entry of a checkpoint stands for; `None` where it is not found."""
+    if (entry := read_entry(source, key, options)) is None:
+        return None
+    token_ids = entry_token_ids(key, entry, vocab_size, source)
+    if holds_offsets(key) and (mask := read_entry(source, "t2d", options)) is not None:
+        check_vocabulary_mask(mask, token_ids, source)
+    return token_ids

@@ -68,6 +68,11 @@ def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) 
         tokenizer = AutoTokenizer.from_pretrained(target)
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template)
+    if values and not tokenizer.chat_template:
+        raise UserValueError(
+            f"--chat_template_kwargs has no effect: the tokenizer of {target!r} has no chat template. Leave it out, "
+            f"or give one with --chat_template."
+        )
     return with_template_kwargs(tokenizer, values)
 
 

@@ -59,7 +59,7 @@ def unroll_serial_head(
     if positions is None:
         positions = torch.arange(num_tokens, device=fused.device)[None]
     elif cache is not None:  # with one, transformers does not look for texts that are packed into a row
-        mask = unrolled_attention_mask(num_tokens, range(1), fused.dtype, fused.device, attention_mask, position_ids)
+        mask = unrolled_attention_mask(fused, range(1), attention_mask, position_ids)
     features = serial_features = drafter.run_serial_head(fused, mask, position_ids, cache, **kwargs)
     unrolled, inputs = [], [fused]
     for step in range(1, serial_tokens):
@@ -70,7 +70,7 @@ def unroll_serial_head(
             continue
         run = range(0 if cache is None else step, step + 1)
         cache = None if cache is None else StepCache(cache)
-        mask = unrolled_attention_mask(num_tokens, run, fused.dtype, fused.device, attention_mask, position_ids)
+        mask = unrolled_attention_mask(fused, run, attention_mask, position_ids)
         step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in run], dim=1)
         states = drafter.run_serial_head(torch.cat(inputs[run.start :], dim=1), mask, step_positions, cache, **kwargs)
         features = states[:, states.shape[1] - count :]
@@ -83,12 +83,7 @@ def unroll_serial_head(
 
 
 def unrolled_attention_mask(
-    num_tokens: int,
-    steps: range,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
+    fused: torch.Tensor, steps: range, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
     """
     Returns the mask under which one pass drafts serial tokens of these steps at every position of a text.
@@ -97,15 +92,16 @@ def unrolled_attention_mask(
     feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of t*, as in drafting.
 
     Args:
-        num_tokens: `T`.
+        fused (`(B, T, H)`): The inputs of step 0, for their number, dtype and device.
         steps: The steps that the pass runs; it sees those before them, too.
         attention_mask (`(B, T)`, *optional*): 0 at padding.
         position_ids (`(B, T)`, *optional*): A new text, which does not see the last one, begins where they restart.
 
     Returns:
         `(B or 1, 1, inputs of these steps, inputs of all steps so far)`: 0 where an input may look, the lowest number
-        of `dtype` where not.
+        of the dtype where not.
     """
+    num_tokens, dtype, device = fused.shape[1], fused.dtype, fused.device
     counts = [max(num_tokens - step, 0) for step in range(steps.stop)]
     base = torch.cat([torch.arange(count, device=device) for count in counts])
     step_of = torch.cat([torch.full((count,), step, device=device) for step, count in enumerate(counts)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, option
+from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
 from ..files import damaged_files_named
 from ..generation.attach import is_drafter
 from ..model.configuration_gumiho import GumihoConfig
@@ -68,8 +68,10 @@ def write_served_target(args: AttachArguments) -> str:
     _check_vocabulary(args.drafter, source)
     if args.record is not None:
         load_tokenizer(str(source), None, None)  # which a recording needs
+        if Path(args.record).is_file():
+            raise UserValueError(f"{args.record!r} is a file. Name a folder with --record.")
+    make_folder(folder / _CODE)
     with as_user_errors():
-        (folder / _CODE).mkdir(parents=True)
         for path in source.iterdir():
             if path.is_file() and not any(map(path.match, _OTHER_FORMATS)):
                 if any(map(path.match, _WEIGHTS)) and not args.copy_weights:

@@ -5,7 +5,8 @@ from typing import Any
 from transformers import GenerationConfig
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
-from ..commands import UserValueError
+from ..commands import UserError, UserValueError
+from ..files import damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.draft_vocabulary import vocabulary_fault
 
@@ -48,7 +49,7 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
         token: Token for the Hub.
 
     Raises:
-        OSError: There is no config.
+        OSError: There is no config, or a file of settings is damaged.
         ValueError: It is not a drafter's config, it is that of an EAGLE head, the widths of embedding and states
             differ, or the `draft_vocabulary` does not fit.
     """
@@ -77,7 +78,10 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
 def _draft_vocabulary(model: Any, config: GumihoConfig, options: dict[str, Any]) -> list[int] | None:
     """Returns the draft vocabulary, the only decoding setting that is not about trees."""
     try:
-        settings = GenerationConfig.from_pretrained(model, **options)
+        with damaged_files_named(model, options, "generation_config.json"):
+            settings = GenerationConfig.from_pretrained(model, **options)
+    except UserError:
+        raise
     except OSError:  # there is no such file
         return None
     vocabulary = getattr(settings, "draft_vocabulary", None)

@@ -345,6 +345,8 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
             f"`{traits.cache_argument}={made}`, or none; for fixed shapes set `cache_implementation='static'` instead "
             f"of passing a cache."
         )
+    if not traits.is_chain:
+        traits.check_is_whole(cache)
     if unknown := sorted({type(layer).__name__ for layer in layers if not can_roll_back(layer)}):
         raise Unsupported(
             f"{traits.name} keeps {', '.join(unknown)} in its cache, for which no rollback of drafts is known. "

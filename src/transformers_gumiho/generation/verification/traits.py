@@ -20,6 +20,7 @@ from ...internals import (
 )
 from .attention_kind import AttentionKind, attention_kind
 from .target_states import find_decoder
+from .tree_cache import has_all_entries
 from .trial import follows_tree_masks
 
 
@@ -105,12 +106,25 @@ class TargetTraits:
         return own() if _is_derived(own) else None
 
     def check_is_written(self, cache: Any, num_before: int = 0) -> None:
-        """Raises `ValueError` for a tree's cache that holds no more tokens than before the prompt."""
-        if not self.is_chain and cache.get_seq_length() <= num_before:
+        """Raises `ValueError` for a tree's cache that holds no more tokens than before the prompt, or lacks some."""
+        if self.is_chain:
+            return
+        if cache.get_seq_length() <= num_before:
             raise UserValueError(
                 f"{self.name} added nothing to the cache in its argument `{self.cache_argument}`, the name that this "
                 f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
                 f"`assistant_model`."
+            )
+        self.check_is_whole(cache)
+
+    def check_is_whole(self, cache: Any) -> None:
+        """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
+        if not has_all_entries(cache):
+            held = [layer.keys.shape[2] for layer in cache.layers if layer.keys is not None]
+            raise Unsupported(
+                f"The layers of {self.name} hold {held} tokens of a text of {cache.get_seq_length()} in their cache, "
+                f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
+                f"generate without `assistant_model`."
             )
 
 

@@ -41,6 +41,16 @@ def is_convertible(cache: Any) -> bool:
     )
 
 
+def has_all_entries(cache: DynamicCache) -> bool:
+    """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
+    length = cache.get_seq_length()
+    return all(
+        min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
+        for layer in cache.layers
+        if layer.keys is not None
+    )
+
+
 class TreeCacheLayer(DynamicLayer):
     """Keys and values `(B, heads, capacity, head_dim)` of one layer. Slots before `first_slot` are empty."""
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
-from ...commands import REQUIRED, as_user_errors, option
+from ...commands import REQUIRED, as_user_errors, make_folder, option
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import input_device
 from ...model.fingerprint import model_fingerprint
@@ -33,7 +33,7 @@ class BenchmarkArguments(DraftingArguments):
     draft_model: str | None = option("Small language model for transformers' assisted generation.")
     temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0], at_least=0)
     batch_sizes: list[int] = option("Batch sizes.", [1], at_least=1)
-    tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [])
+    tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [], at_least=1)
     compiled: bool = option("Also benchmark compiled models, with and without the drafter.", False)
     max_new_tokens: int = option("Maximum number of tokens per prompt.", 128, at_least=1)
     seed: int = option("Seed for sampling.", 0)
@@ -59,8 +59,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
     folder = Path(args.output_dir)
     questions = read_prompts(args.prompts, num_prompts=args.num_prompts, per_category=args.prompts_per_category)
-    with as_user_errors():
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     target, tokenizer, drafter = load_pair(args)
     draft_model = None
     if args.draft_model is not None:

@@ -214,7 +214,7 @@ def _ratio(comparison: Comparison) -> str:
 def _line(row: SummaryRow) -> str:
     lower, median, upper = row.tokens_per_second
     speedup = "1" if row.mode == PLAIN.name else _ratio(row.with_plain)
-    if row.speedup < 1:
+    if round(row.speedup, 2) < 1:
         speedup += " **slower than plain**"
     tau = "" if row.tau_micro is None else f"{row.tau_micro:.2f} / {row.tau_macro:.2f}"
     shares = row.shares or {}

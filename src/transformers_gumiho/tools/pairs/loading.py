@@ -28,7 +28,7 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
             fit the target.
     """
     args = args.resolved()
-    check_folder(str(args.assistant))
+    check_folder(str(args.assistant), has_config=False)
     target, tokenizer = load_target(args)
     with as_user_errors():
         drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))

@@ -43,7 +43,12 @@ def generate(args: GenerateArguments) -> list[Answer]:
 
     Returns:
         The answers with the drafter.
+
+    Raises:
+        ValueError: Both `args.prompt` and `args.prompts` are given, or a prompt has no tokens.
     """
+    if args.prompt is not None and args.prompts is not None:
+        raise UserValueError("--prompt and --prompts cannot be given together. Leave one of them out.")
     conversations: list[Iterable[str]] = [_typed_lines() if args.prompt is None else [args.prompt]]
     if args.prompt is None and args.prompts is not None:
         conversations = [question.turns for question in read_prompts(args.prompts)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ...commands import UserOSError, UserValueError, as_user_errors, option
+from ...commands import UserOSError, UserValueError, make_folder, option
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
@@ -58,8 +58,7 @@ def tune(args: TuningArguments) -> TuningResult:
         prompts = _sample_prompts(target, args.num_prompts)
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
-    with as_user_errors():
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     own = own_settings(drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
     tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")

@@ -147,7 +147,7 @@ class RecipeArguments(WritingArguments):
         if self.features is None:
             super().check()
         if self.drafter is not None:
-            check_folder(self.drafter)
+            check_folder(self.drafter, has_config=False)
         _check_precision("features_dtype", self.features_dtype)
         if self.lora_rank and self.drafter is None:
             raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from huggingface_hub import HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ...commands import UserValueError, as_user_errors, full_disk_told
+from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
 from ...files import sole_writer
 from .. import GumihoTrainingArguments
 from .arguments import DataArguments, RecipeArguments, check_training, parse
@@ -53,8 +53,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
             raise UserValueError(
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
-    with as_user_errors():
-        (folder / "work").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "work")
     run = Run(args, phases, folder, measures)
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
     with full_disk_told(folder), alone:

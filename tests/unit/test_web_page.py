@@ -1,14 +1,19 @@
-"""What the web page shows is never more than text, and never says what it does not know."""
+"""What the web page shows is text, and nothing that it does not know; answers share the models in turn."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from targets import make_target
 
+from transformers_gumiho.tools.presenting import DemoArguments
 from transformers_gumiho.tools.presenting.answering import Answer
 from transformers_gumiho.tools.presenting.cycles import Cycle, CycleLabels
 from transformers_gumiho.tools.presenting.tree_svg import tree_svg
 from transformers_gumiho.tools.presenting.web import markup
+from transformers_gumiho.tools.presenting.web.race import Host
 
 
 def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,30 @@ def test_answers_that_end_while_they_are_compared_are_not_called_equal(monkeypat
     race: Any = SimpleNamespace(plain=plain, drafted=drafted, is_over=False)
     monkeypatch.setattr(markup, "first_difference", compare)
     assert 'data-verdict="running"' in markup.verdict_html(race)
+
+
+def test_the_lock_goes_round_in_the_order_of_arrival() -> None:
+    host, taken = Host(make_target(), None, None, DemoArguments()), []
+    all_wait = threading.Event()
+
+    def answer(name: int) -> None:
+        host.begin_turn()
+        torch.manual_seed(name)
+        all_wait.wait(60)
+        for _ in range(3):
+            taken.append((name, torch.rand(()).item()))
+            host.hand_over()
+        host.end_turn()
+
+    threads = [threading.Thread(target=answer, args=(name,), daemon=True) for name in range(3)]
+    for name, thread in enumerate(threads):
+        thread.start()
+        while host.num_begun < name + 1:
+            thread.join(0.01)
+    all_wait.set()
+    for thread in threads:
+        thread.join(60)
+    assert [name for name, _ in taken] == [0, 1, 2] * 3
+    for name in range(3):
+        torch.manual_seed(name)
+        assert [value for other, value in taken if other == name] == [torch.rand(()).item() for _ in range(3)]
