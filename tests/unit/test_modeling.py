@@ -353,6 +353,18 @@ def test_layers_that_keep_no_activations_have_the_same_gradients(
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_and_device_map(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path, dtype=dtype, device_map="cpu")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    output = loaded(**make_inputs())
+    assert output.serial_features.dtype == dtype
+    expected = model(**make_inputs())
+    torch.testing.assert_close(output.serial_features.float(), expected.serial_features, atol=0.1, rtol=0.1)
+
+
 def test_wrong_shapes_are_refused() -> None:
     inputs = make_inputs()
     with pytest.raises(ValueError, match=r"must have shape \(batch, tokens, 32\).*got \(2, 9, 16\)"):

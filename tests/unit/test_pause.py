@@ -81,6 +81,16 @@ def test_break_even_may_differ_between_greedy_and_sampled() -> None:
     assert read({"break_even": {"greedy": 1.8}}, temperature=1.0).break_even is None
 
 
+def test_unset_settings_are_saved_as_none(tmp_path: Path) -> None:
+    target = small_target()
+    GumihoModel.from_target(target).save_pretrained(tmp_path)
+    loaded = GumihoModel.from_pretrained(tmp_path).generation_config
+    assert loaded.num_assistant_tokens is loaded.branching_factor is loaded.break_even is loaded.tree_depth is None
+    loaded.num_assistant_tokens = {1: 12, 4: 4}
+    loaded.save_pretrained(tmp_path)
+    assert GumihoModel.from_pretrained(tmp_path).generation_config.num_assistant_tokens == {"1": 12, "4": 4}
+
+
 def test_other_settings_remove_a_break_even_that_was_measured() -> None:
     config = GenerationConfig(num_assistant_tokens={"1": 12, "4": 4}, break_even=1.9)
     override_settings(config, num_assistant_tokens=None, branching_factor=None)
