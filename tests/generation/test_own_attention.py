@@ -226,6 +226,35 @@ def test_a_mask_function_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPa
     check_text(make_target(num_layers=3), is_chain=True)
 
 
+@pytest.mark.parametrize("mask", [sdpa_mask, None])
+@pytest.mark.parametrize("size", [14, 100])
+def test_windows_that_begin_in_a_longer_text_are_noticed(size: int, mask: Any, register: Callable[..., None]) -> None:
+    """They are cut by cache slots, among which are those of other branches and of later tokens."""
+
+    def windowed(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., -size:]
+        return sdpa_attention_forward(module, query, key[:, :, -size:], value[:, :, -size:], attention_mask, **kwargs)
+
+    register("windowed", windowed, mask)
+    target, drafter = (
+        make_target(attn_implementation="windowed", num_layers=3),
+        make_drafter(make_target(num_layers=3)),
+    )
+    with pytest.raises(ValueError, match="with the attention 'windowed': multi-token passes differ"):
+        target.generate(**make_prompts([6]), assistant_model=drafter)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 60])
+def test_layers_that_treat_large_passes_in_another_way_verify_chains(num_tokens: int) -> None:
+    target = make_target(num_layers=3)
+    plain = target.model.layers[1].forward
+    target.model.layers[1].forward = lambda states, **kwargs: plain(
+        states * (1 + 0.1 * (num_tokens < states.shape[1] < 70)), **kwargs
+    )
+    check_text(target, is_chain=True)
+
+
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
     """One layer has another function than the others."""
     register("clipped", clipped, sdpa_mask)

@@ -399,6 +399,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "1e-3"}, "'rms_norm_eps' expected float, got str"),
     ({"rope_theta": "100"}, "`rope_theta` must be a number above 0, got '100'"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, got 'linear'"),
+    ({"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, r"a rotary embedding that is not known: .*\['yarn'\]"),
     ({"rope_scaling": {"type": "linear"}}, "`factor` of a linear rotary embedding must be a number above 0, got None"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` of .* must be a number above 0, got '2'"),
     ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"`factor` of .* must be a number above 0, got \[2\.0\]"),

@@ -227,7 +227,7 @@ def _refused_config(levels: list[dict[str, Any]], flags: dict[str, Any]) -> str 
     rope = dict(_rope_fields(levels))
     if rope["rope_type"] == "mrope" or any("mrope" in name and value for name, value in (flags | rope).items()):
         return "an EAGLE head with a multimodal rotary embedding (mrope)"
-    if rope["rope_type"] not in _ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
+    if str(rope["rope_type"]) not in _ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
         return f"an EAGLE head with a rotary embedding that is not known: {rope}"
     for name, neutral in _FACTORS.items():
         if (factor := (flags | rope).get(name)) not in (None, neutral, False):

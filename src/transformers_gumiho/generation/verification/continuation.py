@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..tree.walk import AcceptedPath
 from .chains import ChainCache, held_tensors
 from .traits import TargetTraits, Unsupported
-from .trial import NUM_PROMPT_TOKENS, NUM_TOKENS, Rows, Trial, largest_error, run_singly, trial_tokens, tried
+from .trial import NUM_TOKENS, Rows, Trial, largest_error, run_singly, trial_tokens, tried
 
 
 # Of the drafts of the first pass.
@@ -60,21 +60,21 @@ def measure_continuation(target: PreTrainedModel, traits: TargetTraits, rows: Ro
     Returns the error of multi-token passes with a rollback between them, against single-token passes: the largest of
     the logits and of each tensor in the cache. (A lost state may hardly show in the logits of an untrained model.)
     """
-    tokens, mask = trial_tokens(target, rows)
-    at_once = _run_at_once(Trial(target, traits, tokens, mask))
-    trial = Trial(target, traits, tokens, mask)
+    given = trial_tokens(target, traits, rows)
+    at_once = _run_at_once(Trial(target, traits, *given))
+    trial = Trial(target, traits, *given)
     return largest_error(at_once, _results(trial, run_singly(trial, NUM_ACCEPTED)))
 
 
 def _run_at_once(trial: Trial) -> list[torch.Tensor]:
     """Makes two passes over drafts, the first of which are accepted in part."""
     tokens, end = trial.tokens, trial.tokens.shape[1]
-    chain = ChainCache(trial.cache, NUM_PROMPT_TOKENS, len(tokens))
-    drafts = tokens[:, NUM_PROMPT_TOKENS:].clone()
+    chain = ChainCache(trial.cache, trial.num_prompt, len(tokens))
+    drafts = trial.tried.clone()
     drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
     trial.run(chain.begin_pass(drafts), end)
     chain.keep_path(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
-    rest = tokens[:, NUM_PROMPT_TOKENS + NUM_ACCEPTED :]
+    rest = trial.tried[:, NUM_ACCEPTED:]
     logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
     chain.keep_path(AcceptedPath(rest, rest, [rest.shape[1]]))
     chain.restore(trial.cache)

@@ -1,5 +1,6 @@
 """Trials of a target with a few tokens: whether its passes over several tokens compute what single tokens do."""
 
+import copy
 import inspect
 import json
 import math
@@ -20,14 +21,18 @@ from .tree_cache import TreeCache
 
 
 NUM_PROMPT_TOKENS = 9
+# Before code of other packages, which may treat longer texts in another way (windows, compressed caches).
+NUM_PROMPT_TOKENS_OF_FOREIGN_CODE = 256
 NUM_TOKENS = 7
 NUM_PADDED = 2
 # In float32, where small random models measured up to 2e-5 by rounding, and 4e-3 or more with a wrong state.
 TOLERANCE = 3e-4
 
 Rows = Literal["one row", "a batch", "a padded batch"]
-# Two nodes under the root, and one under the second of them.
-_TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3))
+# Two nodes under the root, and one under the second of them; more under the root, as many as a usual tree has.
+_TREE_PATHS = ((0,), (0, 1), (0, 2), (0, 2, 3), *((0, number) for number in range(4, 64)))
+# Those that are compared: the last is far behind the prompt.
+_COMPARED = (0, 1, 2, 3, len(_TREE_PATHS) - 1)
 
 
 class Verdict(NamedTuple):
@@ -119,61 +124,79 @@ def follows_tree_masks(target: PreTrainedModel, traits: Any) -> bool:
 
 def _measure_tree(target: PreTrainedModel, traits: Any) -> float:
     """Returns the error of the logits of a pass over a tree, against passes of single tokens."""
-    tokens, mask = trial_tokens(target, "one row")
-    at_once = _run_tree(Trial(target, traits, tokens, mask))
-    singly = []
-    for path in _TREE_PATHS:
-        # The path's tokens are those of its nodes, one after the other.
-        nodes = [NUM_PROMPT_TOKENS + number for number in path]
-        text = torch.cat((tokens[:, :NUM_PROMPT_TOKENS], tokens[:, nodes]), dim=1)
-        singly.append(run_singly(Trial(target, traits, text, mask), num_skipped=len(path) - 1))
+    trial = Trial(target, traits, *trial_tokens(target, traits, "one row", len(_TREE_PATHS)))
+    # The path's tokens are those of its nodes, one after the other.
+    singly = [
+        run_singly(trial.with_path(path), num_skipped=len(path) - 1)
+        for path in map(_TREE_PATHS.__getitem__, _COMPARED)
+    ]
+    at_once = _run_tree(trial)[:, _COMPARED]
     return largest_error(at_once.split(1, dim=1), singly)
 
 
 def _run_tree(trial: "Trial") -> torch.Tensor:
     """Returns the logits `(1, n, V)` of the nodes of a tree after the prompt."""
     num_nodes, device, traits = len(_TREE_PATHS), trial.tokens.device, trial.traits
-    tokens = trial.tokens[:, NUM_PROMPT_TOKENS : NUM_PROMPT_TOKENS + num_nodes]
     depths = torch.tensor([[len(path) - 1 for path in _TREE_PATHS]], device=device)
     ancestors = torch.tensor([[[node in path for node in range(num_nodes)] for path in _TREE_PATHS]], device=device)
-    cache = TreeCache.from_dynamic(trial.cache, NUM_PROMPT_TOKENS + num_nodes)
+    cache = TreeCache.from_dynamic(trial.cache, trial.num_prompt + num_nodes)
     dtype = traits.attention.mask_dtype(trial.target.dtype)
     masks = {kind: cache.attention_mask(ancestors, depths, dtype, window) for kind, window in traits.windows.items()}
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    logits: torch.Tensor = trial.run_with(tokens, cache, mask, NUM_PROMPT_TOKENS + depths).logits
+    logits: torch.Tensor = trial.run_with(trial.tried, cache, mask, trial.num_prompt + depths).logits
     return logits
 
 
-def trial_tokens(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the tokens `(B, T)` of a trial, and their mask."""
-    device = input_device(target)
-    length = NUM_PROMPT_TOKENS + NUM_TOKENS
-    num_ids = min(target.config.get_text_config(decoder=True).vocab_size, 97)
+def trial_tokens(
+    target: PreTrainedModel, traits: Any, rows: Rows, num_tokens: int = NUM_TOKENS
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Returns the tokens `(B, T)` of a trial, their mask, and how many of them are before those that are tried."""
+    device, config = input_device(target), target.config.get_text_config(decoder=True)
+    num_prompt = NUM_PROMPT_TOKENS
+    if traits.foreign:
+        fields = ("original_max_position_embeddings", "max_position_embeddings")
+        limits = [limit - num_tokens for name in fields if (limit := getattr(config, name, None)) is not None]
+        num_prompt = max(min([NUM_PROMPT_TOKENS_OF_FOREIGN_CODE, *limits]), NUM_PROMPT_TOKENS)
+    length, num_ids = num_prompt + num_tokens, min(config.vocab_size, 97)
     num_rows = 1 if rows == "one row" else 2
     tokens = (torch.arange(num_rows * length, device=device) * 5 % (num_ids - 1) + 1).view(-1, length)
     mask = torch.ones_like(tokens)
     if rows == "a padded batch":
         mask[0, :NUM_PADDED] = 0
-    return tokens, mask
+    return tokens, mask, num_prompt
 
 
 class Trial:
-    """Passes of a target over `tokens` `(B, T)` under `mask`, the first of which are in its cache."""
+    """Passes of a target over `tokens` `(B, T)` under `mask`, the first `num_prompt` of which are in its cache."""
 
-    def __init__(self, target: PreTrainedModel, traits: Any, tokens: torch.Tensor, mask: torch.Tensor):
-        self.target, self.traits, self.tokens, self.mask = target, traits, tokens, mask
+    def __init__(
+        self, target: PreTrainedModel, traits: Any, tokens: torch.Tensor, mask: torch.Tensor, num_prompt: int
+    ):
+        self.target, self.traits, self.tokens, self.mask, self.num_prompt = target, traits, tokens, mask, num_prompt
         self.cache = traits.make_cache()
-        outputs = self._outputs(tokens[:, :NUM_PROMPT_TOKENS])
+        outputs = self._outputs(tokens[:, :num_prompt], num_prompt)
         traits.check_is_written(self.cache)
         if self.cache is None:
             self.cache = outputs[traits.cache_argument]
+
+    @property
+    def tried(self) -> torch.Tensor:
+        """The tokens after the prompt."""
+        return self.tokens[:, self.num_prompt :]
+
+    def with_path(self, path: Sequence[int]) -> "Trial":
+        """Returns the same with these of the tokens that are tried, and a cache of its own."""
+        other = copy.copy(self)
+        other.tokens = torch.cat((self.tokens[:, : self.num_prompt], self.tried[:, [*path]]), dim=1)
+        other.cache = copy.deepcopy(self.cache)
+        return other
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
         """Runs `tokens` `(B, n)`, the last of `end` tokens. Returns their logits `(B, n, V)`."""
         logits: torch.Tensor = self._outputs(tokens, end).logits
         return logits
 
-    def _outputs(self, tokens: torch.Tensor, end: int = NUM_PROMPT_TOKENS) -> Any:
+    def _outputs(self, tokens: torch.Tensor, end: int) -> Any:
         num_tokens, mask = tokens.shape[1], self.mask[:, :end]
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -num_tokens:]
         takes_positions = "position_ids" in inspect.signature(self.target.forward).parameters
@@ -193,13 +216,13 @@ class Trial:
             is_first_iteration=is_first,
         )
         if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = tokens.shape[1]
+            model_inputs["logits_to_keep"] = 1 if is_first else tokens.shape[1]
         return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
 
 
 def run_singly(trial: Trial, num_skipped: int) -> torch.Tensor:
     """Returns the logits `(B, n, V)` of the tokens after the prompt, one pass for each, without the first ones."""
-    ends = range(NUM_PROMPT_TOKENS + 1, trial.tokens.shape[1] + 1)
+    ends = range(trial.num_prompt + 1, trial.tokens.shape[1] + 1)
     logits = [trial.run(trial.tokens[:, end - 1 : end], end) for end in ends]
     return torch.cat(logits[num_skipped:], dim=1)
 
