@@ -56,9 +56,13 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
 
 
 def check_vocabulary_mask(mask: Any, token_ids: Sequence[int], name_or_path: Any) -> None:
-    """Raises `ValueError` where a checkpoint's mask `t2d` marks other tokens than its `d2t` names, `token_ids`."""
+    """
+    Raises `ValueError` where a checkpoint's mask `t2d` marks other tokens than its `d2t` names, `token_ids`. One that
+    marks none was never filled: only trainings read it.
+    """
     marked = set(torch.as_tensor(mask).flatten().nonzero().flatten().tolist())
-    if different := sorted(marked.symmetric_difference(token_ids)):
+    different = sorted(marked.symmetric_difference(token_ids))
+    if marked and different:
         raise UserValueError(
             f"In the checkpoint {str(name_or_path)!r}, `t2d` marks other tokens than `d2t` names, such as "
             f"{different[0]}, so one of them is wrong. Download the head again, or take `t2d` out if `d2t` is right."
