@@ -176,7 +176,7 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):
         raise UserValueError(f"--report_to needs a library: install it with `pip install {min(missing)}`.")
-    if not training_args.muon:
+    if not training_args.muon and training_args.optim_target_modules is None:  # which are the drafter's
         with as_user_errors():  # of a library that is missing, here rather than after the writing
             Trainer.get_optimizer_cls_and_kwargs(training_args, torch.nn.Linear(1, 1))
     if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
