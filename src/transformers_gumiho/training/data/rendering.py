@@ -66,7 +66,7 @@ class Renderer:
     def _after_answer(self) -> tuple[int, str]:
         """
         The token with which the chat template ends an answer, without one the tokenizer's end of a text; and what it
-        writes after that, such as the end of the whole text, or the opening of a next answer that nobody asked for.
+        writes after that, such as the end of the whole text, or the opening of a further answer.
         """
         try:
             text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}], {})
