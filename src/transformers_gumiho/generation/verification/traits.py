@@ -51,7 +51,7 @@ class TargetTraits:
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
         foreign: Code of other packages in its passes: an attention function that a user registered, or the
-            [`foreign_code`]. A trial of a few tokens says whether it verifies drafts.
+            [`foreign_code`]. A trial of some 300 tokens says whether it verifies drafts.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
