@@ -76,6 +76,7 @@ def _training_facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
     own = sorted({item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)})
     settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in own}
+    settings["precision"] = {"no": "float32"}.get(args.mixed_precision, args.mixed_precision)  # the launcher's, too
     settings["optimizer"] = "Muon and AdamW" if args.muon else args.optim.value
     steps = {"steps": trainer.state.global_step, "epochs": float(trainer.state.epoch or 0)}
     return steps | settings | {"transformers": transformers_version}
