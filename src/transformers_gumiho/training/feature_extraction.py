@@ -5,7 +5,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
-from ..files import Record, sole_writer
 from ..generation.verification.placement import input_device
-from ..generation.verification.target_states import TargetStates, why_not_finite
-from ..model.fingerprint import model_fingerprint
+from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
+from .data.run_files import Record, sole_writer
+from .data.target_runs import why_not_finite
 from .feature_cache import (
     MADE_FROM,
     TARGET_FOLDER,
@@ -139,6 +139,7 @@ def write_feature_cache(
         record.check(made_from, "Extract features into another folder, or delete this one.")
         state.wait_for_everyone()
         if state.is_main_process:
+            _forget_other_rows(folder, manifest)
             _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
             record.write(made_from | {"model": model})
             _write_target(target, tokenizer, folder, manifest)
@@ -258,6 +259,14 @@ def _write_target(
         pass
     write_target(target, tokenizer, folder)
     manifest.save(folder)
+
+
+def _forget_other_rows(folder: Path, manifest: CacheManifest) -> None:
+    """Deletes shards that hold other rows than these, as after a difference that the user accepted."""
+    with suppress(FileNotFoundError, ValueError):
+        if CacheManifest.load(folder).lengths != manifest.lengths:
+            for path in folder.glob("shard-*.safetensors"):
+                path.unlink()
 
 
 def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

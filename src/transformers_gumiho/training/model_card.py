@@ -27,7 +27,7 @@ def model_card_of(
     """
     Returns the card of the drafter in `trainer`, filled from its settings and its log; arguments as in
     `Trainer.create_model_card`. The target's name is `finetuned_from`, else that in its config. `phases` names those
-    of the training, of which the trainer ran the last.
+    of the training, of which the trainer ran the last, and `forced` the options that were changed within it.
     """
     target = finetuned_from or trainer.target_features.config.name_or_path or "the target"
     # Names on the Hub go into the metadata; folders mean nothing to others.
@@ -54,6 +54,7 @@ def model_card_of(
         drafter=trainer.drafter.config.name_or_path if is_adapter else name,
         adapter=name if is_adapter else None,
         phases=metadata.get("phases", ()),
+        forced=metadata.get("forced", ()),
         training=_table(_training_facts(trainer)),
         evaluation=_table(measured) if measured else None,
     )

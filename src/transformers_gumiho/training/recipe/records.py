@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig
 from .. import GumihoTrainingArguments
 from ..data.fingerprint import (
@@ -14,6 +13,7 @@ from ..data.fingerprint import (
     file_fingerprint,
     tokenizer_fingerprints,
 )
+from ..data.run_files import Record
 from ..feature_cache import MADE_FROM
 from ..writing.local import own_settings
 from .arguments import RecipeArguments
@@ -42,14 +42,18 @@ def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
 def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int) -> dict[str, Any]:
     """Returns what answers are made from: options, the target's own settings, and the questions."""
     own = generation_config(args)
-    return {name: getattr(args, name) for name in _LOCKS_ANSWERS} | {
-        "sampling": asdict(args.sampling(own)),
-        "generation_config": own_settings(own),
-        "data": None if rows is None else conversations_fingerprint(rows),
-        "num_prompts": args.num_prompts if rows is None else None,
-        "openings": None if args.openings is None else file_fingerprint(args.openings),
-        "seed": seed,
-    } | tokenizer_fingerprints(tokenizer)
+    return (
+        {name: getattr(args, name) for name in _LOCKS_ANSWERS}
+        | {
+            "sampling": asdict(args.sampling(own)),
+            "generation_config": own_settings(own),
+            "data": None if rows is None else conversations_fingerprint(rows),
+            "num_prompts": args.num_prompts if rows is None else None,
+            "openings": None if args.openings is None else file_fingerprint(args.openings),
+            "seed": seed,
+        }
+        | tokenizer_fingerprints(tokenizer)
+    )
 
 
 def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) -> dict[str, Any]:

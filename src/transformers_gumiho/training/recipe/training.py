@@ -15,11 +15,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import Record, check_files, damaged_files_named
+from ...files import check_files, damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn, load_tokenizer
 from ...model.target_shape import resolve_layer_ids
 from .. import (
     CachedFeatures,
@@ -31,7 +30,9 @@ from .. import (
 )
 from ..checkpoints import has_weights
 from ..data.conversations import first_question
+from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
+from ..data.run_files import Record, forced_differences
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
@@ -185,7 +186,10 @@ class Training:
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
-        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases)
+        forced = forced_differences(self.folder / "work")
+        trainer.create_model_card(
+            model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases, forced=forced
+        )
 
 
 def _state_in(folder: str) -> TrainerState:
@@ -200,7 +204,7 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
 
 
 def _is_there(training_args: GumihoTrainingArguments) -> bool:
-    """Returns whether the result of a phase is there: its state is that of the last step, and its weights can be read."""
+    """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
     folder = Path(training_args.output_dir)
     if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
         return False
