@@ -565,7 +565,8 @@ def test_what_is_given_decides_the_other_defaults(
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))
     found = device_defaults(["--config", str(file)])
     assert {name: found[name] for name in best} == best
-    args = GumihoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: found[name] for name in best})
+    names = [*best, "eval_strategy", "save_strategy"]
+    args = GumihoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: found[name] for name in names})
     assert args.greater_is_better is False, "the best loss is the lowest"
     found = device_defaults(["--save_strategy", "epoch"])
     assert found["load_best_model_at_end"]
