@@ -1,17 +1,13 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
@@ -27,7 +23,6 @@ from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
-from .unrolling import unroll_serial_head
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -93,7 +88,6 @@ class GumihoModel(GumihoPreTrainedModel):
         self.serial_head = SERIAL_HEADS[config.serial_head]
         self.serial_head.add_modules(self, config)
         self._keys_to_ignore_on_load_unexpected = set(self.serial_head.ignored_keys)
-        self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
@@ -268,26 +262,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if position_ids is None:
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
-        mask = create_causal_mask(
-            config=self.rotary_emb.config,  # the drafter's text config
-            inputs_embeds=fused,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{CACHE_NAME: cache},
-        )
-        position_embeddings = self.rotary_emb(fused, position_ids)
-        features = fused
-        for layer in self.layers:
-            features = layer(
-                features,
-                attention_mask=mask,
-                position_ids=position_ids,
-                use_cache=cache is not None,
-                position_embeddings=position_embeddings,
-                **{CACHE_NAME: cache},
-                **kwargs,
-            )
-        return self.serial_head.finish(self, features)
+        return self.serial_head.run(self, fused, attention_mask, position_ids, cache, **kwargs)
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """
@@ -313,7 +288,7 @@ class GumihoModel(GumihoPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
-        unroll: bool = False,
+        unroll: Callable[..., Any] | None = None,
         serial_only: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
@@ -328,13 +303,13 @@ class GumihoModel(GumihoPreTrainedModel):
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             cache (`Cache`, *optional*): The serial head's cache; extended in place.
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
-            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
-                feature instead of the target's state, at every position, as it happens in drafting. For training and
-                evaluation, without a cache.
+            unroll (`Callable`, *optional*): What drafts every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. Training and
+                evaluation give `unroll_serial_head` of `transformers_gumiho.training.unrolling`, without a cache.
             serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
-            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
+            ValueError: The shapes do not fit together, or `unroll` is given with a cache.
         """
         width = self.config.drafter_input_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
@@ -342,14 +317,14 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
-        if unroll and (cache is not None or use_cache):
-            raise UserValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
+        if unroll is not None and (cache is not None or use_cache):
+            raise UserValueError("`unroll` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
         unrolled_features = path_inputs = None
-        if unroll:
-            serial_features, unrolled_features, path_inputs = unroll_serial_head(
+        if unroll is not None:
+            serial_features, unrolled_features, path_inputs = unroll(
                 self, input_ids, fused, attention_mask, position_ids, **kwargs
             )
         else:
