@@ -290,6 +290,22 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     assert_same_drafter(whole, folder / "stopped")
 
 
+def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+    words = [*PUBLISHED, "--max_steps", -1, "--num_train_epochs", 2, "--tokens_per_step", 256, "--save_steps", 1]
+    runs = {name: command(folder, name, *words) for name in ("tokens", "stopped_tokens")}
+    for name, run in runs.items():
+        begin_from(whole, folder / name, *STATES)
+        rows = run.index("--per_device_train_batch_size")
+        del run[rows : rows + 2]
+    gumiho(*runs["tokens"])
+    state = json.loads((folder / "tokens/work/published/trainer_state.json").read_text())
+    num_steps = state["max_steps"] // 2
+    assert num_steps > 3
+    interrupt(GumihoTrainer, "training_step", num_steps + 2, *runs["stopped_tokens"])
+    assert "published: continues from" in gumiho(*runs["stopped_tokens"])
+    assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
+
+
 @pytest.mark.parametrize("error", [SafetensorError("I/O error: No space (os error 28)"), RuntimeError("pos 8 vs 9")])
 def test_a_full_disk_is_told_and_the_run_goes_on(
     folder: Path, whole: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -559,7 +575,7 @@ def test_what_is_given_decides_the_other_defaults(
         (["--use_cpu=true"], True),
         (["--use_cpu", "no"], False),
     ):
-        assert ("tokens_per_step" in device_defaults(words)) != is_cpu
+        assert ("learning_rate" in device_defaults(words)) != is_cpu
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))

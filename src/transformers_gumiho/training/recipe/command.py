@@ -85,7 +85,8 @@ def phases_of(
             # New heads learn as in the recipe's phase for them.
             options = next((found for found in phases.values() if found.get("train_only") == part), {})
         phases = {"train": options}
-    order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
+    by_rows = training_args.tokens_per_step is None and not args.packing
+    order = {"train_sampling_strategy": "group_by_length"} if by_rows else {}
     found = {}
     for name, options in phases.items():
         folder = str(Path(training_args.output_dir) / "work" / name)

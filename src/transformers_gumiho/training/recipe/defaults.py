@@ -27,6 +27,8 @@ def device_defaults(words: Sequence[str]) -> dict[str, Any]:
     found, given = found | own, {*words_of, *own}
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
         found.setdefault("bf16", "fp16" not in given)
+    if given >= {"per_device_train_batch_size", "tokens_per_step"}:
+        raise UserValueError("--per_device_train_batch_size counts rows, --tokens_per_step tokens. Give one of them.")
     if "per_device_train_batch_size" in given:
         found.pop("tokens_per_step", None)
     # A best checkpoint is one that was saved when it was evaluated.

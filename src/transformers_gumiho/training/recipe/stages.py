@@ -41,6 +41,7 @@ from ..feature_cache import (
     layer_fields,
     row_lengths,
 )
+from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
@@ -301,6 +302,7 @@ class Run:
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+            num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
             with self.training_args.main_process_first(desc="preparing the data"):
                 evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
                 learned, report = prepared(args, tokenizer, self.target.config, trained)
@@ -312,7 +314,7 @@ class Run:
                 say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
                 write_feature_cache(
                     dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
+                    target_layer_ids=self.layers, tokens_per_batch=num_tokens,
                 )  # fmt: skip
 
         self._once("features", contents, extract, alone=False)
