@@ -32,7 +32,7 @@ from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.command import run_train_command
-from transformers_gumiho.training.recipe.defaults import device_defaults
+from transformers_gumiho.training.recipe.defaults import device_defaults, learning_rates
 from transformers_gumiho.training.writing import row_file
 
 
@@ -575,7 +575,10 @@ def test_what_is_given_decides_the_other_defaults(
         (["--use_cpu=true"], True),
         (["--use_cpu", "no"], False),
     ):
-        assert ("learning_rate" in device_defaults(words)) != is_cpu
+        assert bool(learning_rates(words, 576)) != is_cpu
+    assert learning_rates([], 576)["new"] == 1e-3
+    assert max(learning_rates([], 4096)[kind] for kind in ("new", "further", "heads")) < 5e-4
+    assert learning_rates(["--learning_rate", "1"], 4096) == {}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))

@@ -111,7 +111,7 @@ class ShareOfBatches(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of an epoch."""
-        sampler = getattr(self.batches, "sampler", None)
+        sampler: Any = getattr(self.batches, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...commands import UserValueError, as_user_errors, full_disk_told, make_fol
 from .. import GumihoTrainingArguments
 from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
-from .defaults import device_defaults
+from .defaults import device_defaults, learning_rates
 from .idle_options import check_idle
 from .recipes import RECIPES
 from .stages import Measures, Run
@@ -54,7 +55,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
     make_folder(folder / "work")
-    run = Run(args, phases, folder, measures)
+    run = Run(args, phases, folder, measures, partial(learning_rates, words))
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
     with full_disk_told(folder), alone:
         if args.restart is not None and not args.plan:

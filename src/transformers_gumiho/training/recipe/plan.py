@@ -62,7 +62,7 @@ def estimate(
     # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
     static = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width * dtype.itemsize
     split = first.world_size if first.fsdp or first.deepspeed else 1
-    step = first.pass_budget if first.tokens_per_step else first.train_batch_size * row_length
+    step = (first.tokens_per_step and first.pass_budget) or first.train_batch_size * row_length
     vocabulary = first.draft_vocabulary_size or config.vocab_size
     loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * step * width
     is_online = args.features is None and args.cache_features == "false"
