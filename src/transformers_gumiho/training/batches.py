@@ -15,6 +15,7 @@ from .arguments import GumihoTrainingArguments
 
 
 # The columns of a batch that are tensors `(B, L, ...)`.
+_EMPTY_TOKENS = 16  # of a pass without rows
 _OF_TOKENS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")
 
 
@@ -155,8 +156,9 @@ class PassCollator:
         if rows:
             return self.collate(rows)
         batch = self.collate([self.dataset[0]])
-        # Two tokens are the least that the drafter reads. Other columns have no row.
-        empty = {name: value[:1, :2] if name in _OF_TOKENS else value[:0] for name, value in batch.items()}
+        of_tokens = {name: _cut_or_padded(batch[name]) for name in _OF_TOKENS if name in batch}
+        # Other columns have no row.
+        empty = {name: value[:0] for name, value in batch.items()} | of_tokens
         return empty | {"loss_mask": torch.zeros_like(empty["loss_mask"])}
 
 
@@ -187,6 +189,13 @@ def make_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
+
+
+def _cut_or_padded(values: torch.Tensor) -> torch.Tensor:
+    """Returns values `(1, L, ...)` of a row for as many tokens as let the drafter run all of its layers and heads."""
+    values = values[:, :_EMPTY_TOKENS]
+    missing = values.new_zeros(1, _EMPTY_TOKENS - values.shape[1], *values.shape[2:])
+    return torch.cat((values, missing), dim=1)
 
 
 def _rounded_up(length: int) -> int:
