@@ -23,6 +23,7 @@ from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
 from .unrolling import unroll_serial_head
+from .wrappers import as_target, unwrap_model
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -107,8 +108,9 @@ class GumihoModel(GumihoPreTrainedModel):
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
-            ValueError: The target's embedding is offloaded.
+            ValueError: `target` is no model of transformers, or its embedding is offloaded.
         """
+        target = as_target(target)
         return cls.from_embedding(target.config, embedding_of(target), **overrides)
 
     @classmethod
@@ -359,3 +361,9 @@ class GumihoModel(GumihoPreTrainedModel):
         # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
+
+
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or wraps; `None` where it is none."""
+    model = unwrap_model(model)
+    return model if isinstance(model, GumihoModel) else None
