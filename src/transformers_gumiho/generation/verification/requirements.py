@@ -17,7 +17,7 @@ from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
 from .cycle_shapes import with_eager_decoder
 from .placement import drafter_device, input_device
-from .prompt import prompt_positions
+from .prompt import arguments_per_token, prompt_positions
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
@@ -31,11 +31,6 @@ _CONFLICTING_SETTINGS = (
 )  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-# In place of what a target's own config may say, where commands generate: one row for each prompt, which drafts.
-ONE_ROW_EACH: dict[str, Any] = {
-    "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "use_cache": True,
-    "stop_strings": None, "prompt_lookup_num_tokens": None,
-}  # fmt: skip
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
@@ -252,6 +247,7 @@ def check_inputs(
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
         _check_padding(traits, model_kwargs)
+    arguments_per_token(target, traits, input_ids, model_kwargs)  # refuses those that are not known
     _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
     if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
         if cache is not None:

@@ -362,9 +362,3 @@ def num_scored(head: Any) -> int:
     if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
         return weight.shape[0]
     return getattr(head, "out_features", 0)
-
-
-def why_not_finite(dtype: torch.dtype) -> str:
-    """Says what to do where a target of this dtype computes numbers that are not finite."""
-    cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
-    return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
