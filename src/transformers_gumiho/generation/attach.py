@@ -106,8 +106,10 @@ def attached_drafter(target: nn.Module) -> GumihoModel | None:
 
 def _drafter_for(target: PreTrainedModel, drafter: nn.Module | str | os.PathLike, place: Attachment) -> GumihoModel:
     """Returns the drafter to attach, and lets the calls of all models look for an attached one."""
-    is_named = isinstance(drafter, (str, os.PathLike))
-    found = named_drafter(target, drafter, place) if is_named else unwrap_drafter(drafter)
+    if isinstance(drafter, (str, os.PathLike)):
+        found: GumihoModel | None = named_drafter(target, drafter, place)
+    else:
+        found = unwrap_drafter(drafter)
     if found is None:
         kind = type(unwrap_model(drafter)).__name__
         raise UserValueError(f"No Gumiho drafter: a {kind}. Pass a `GumihoModel`, or its folder or name.")
