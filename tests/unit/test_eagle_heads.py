@@ -281,7 +281,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "medusa": (False, {"medusa_num_heads": 4}, "is Medusa heads"),
     "medusa_by_tensors": ("0.0.linear.weight", {}, "is Medusa heads"),
     "hydra": (False, {"architectures": ["HydraModel"]}, "is Hydra heads"),
-    "dflash": (True, {"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
     "mtp": (True, {"model_type": "deepseek_mtp"}, r"multi-token prediction \(MTP\)"),
     "mtp_by_tensors": ("layers.0.eh_proj.weight", {"model_type": "other"}, r"multi-token prediction \(MTP\)"),
     "gemma": (True, {"architectures": ["Gemma2ForCausalLM"]}, "the architecture 'Gemma2ForCausalLM', whose norms"),

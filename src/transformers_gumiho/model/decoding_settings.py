@@ -220,9 +220,10 @@ class DraftingSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
         if self.tree_depth > config.max_draft_depth:
+            parts = f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads"
             raise UserValueError(
-                f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens. "
-                f"{_WHERE}"
+                f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
+                f"{'those of its block' if config.is_block else parts}. {_WHERE}"
             )
         if self.break_even is not None and not _is_positive(self.break_even):
             raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")

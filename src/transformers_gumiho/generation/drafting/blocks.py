@@ -1,5 +1,7 @@
 """Drafting with a block drafter: one pass for all depths, of whose tokens the best combinations are the tree."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import embedding, linear
 
@@ -68,7 +70,9 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
     def __post_init__(self) -> None:
         super().__post_init__()
         model, config = self.assistant_model, self.assistant_model.config
-        self._kinds = list(zip(config.attention_windows, config.attention_causal, strict=True))
+        self._body: Any = model.serial_head
+        # For each layer whether it has a window, and whether it is causal within a block.
+        self._kinds = list(zip(config.attention_windows or (), config.attention_causal or (), strict=True))
         # The first query may predict nothing.
         num_queries = self.settings.tree_depth + (not config.sample_from_anchor)
         self._in_block = torch.arange(num_queries, device=self.device)
@@ -76,7 +80,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
             self._transitions = MarkovTransitions(model, self.token_ids)
 
     @staticmethod
-    def num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
+    def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
         """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
         return settings.longest_path + 1 + settings.tree_depth + 1
 
@@ -91,7 +95,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
         model = self.assistant_model
         with self.around_pass():
             context = model.read_target(target_states)
-            model.serial_head.write_context(model, context, position_ids, self.cache)
+            self._body.write_context(model, context, position_ids, self.cache)
         return context
 
     def _run_committed(
@@ -126,7 +130,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
         model, offsets = self.assistant_model, self._in_block
         batch_size, num_queries = len(root_tokens), len(offsets)
         with self.around_pass():
-            block = model.serial_head.embed_block(model, root_tokens, num_queries)
+            block = self._body.embed_block(model, root_tokens, num_queries)
         dtype = torch.bool if self._takes_boolean_masks else block.dtype
         # Layers of one kind share a mask.
         masks = {}

@@ -137,7 +137,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
         device, dtype, (num_rows, num_tokens) = last.device, last.dtype, last.shape[:2]
-        num_new = cls.num_uncommitted(assistant_model, settings)
+        num_new = cls._num_uncommitted(assistant_model, settings)
         target, memory = session.model, session.memory
         head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
         is_own = assistant_model.config.owns_head
@@ -162,7 +162,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         )
 
     @staticmethod
-    def num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
+    def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
         """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
         # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
         num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)

@@ -227,9 +227,7 @@ class GumihoDrafter:
         self.cache.num_pending = 0
         return levels, path_inputs
 
-    def _recombine(
-        self, last_level: DraftLevel, logits: torch.Tensor, noise: torch.Tensor | None
-    ) -> list[DraftLevel]:
+    def _recombine(self, last_level: DraftLevel, logits: torch.Tensor, noise: torch.Tensor | None) -> list[DraftLevel]:
         """
         Returns the levels of all combinations, under the paths of the last serial level, of tokens that one pass
         predicts: by their logits `(B, heads, P, K)` for each later depth and path.
@@ -285,9 +283,7 @@ class GumihoDrafter:
             model = self.assistant_model
             return model.fuse(tokens, model.read_target(features) if are_targets else features)
 
-    def _run_serial_head(
-        self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _run_serial_head(self, fused: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> torch.Tensor:
         with self.around_pass():
             return self.assistant_model.run_serial_head(fused, mask, position_ids, self.cache)
 
