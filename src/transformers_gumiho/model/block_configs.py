@@ -61,7 +61,7 @@ _READ = (
 _OF_TRAINING = (
     "num_target_layers", "num_anchors", "enable_confidence_head", "confidence_head_with_markov",
     "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "auf", "speculators_version",
-    "auto_map", "transformers_version", "max_window_layers", "tie_word_embeddings", "pretraining_tp", "_attn_implementation", "_name_or_path",
+    "auto_map", "tie_word_embeddings", "pretraining_tp", "_attn_implementation", "_name_or_path",
     # Domino's, which speculators writes for all DFlash drafters.
     "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio",
     # Experts', of the target.
@@ -215,7 +215,7 @@ def _sliding_layers(flags: Fields) -> list[bool]:
 
 
 def _causal_layers(flags: Fields, slides: list[bool]) -> list[bool]:
-    """Returns for each layer whether a query sees none of its block after it: unless it is said, those with windows."""
+    """Returns which layers hide later queries of a block: unless the config says it, those with windows."""
     for name in ("is_causal", "causal", "causal_head"):
         if name in flags:
             return [bool(flags[name])] * len(slides)

@@ -140,9 +140,9 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
         without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
-        embedding if the target's is equal, on the same device and in the same dtype; so does an output head of its own.
-        If the target's is split over processes (`tp_plan`), a drafter without one gets a whole copy; all processes must
-        call this.
+        embedding if the target's is equal, on the same device and in the same dtype, and its own output head, too. If
+        the target's embedding is split over processes (`tp_plan`), a drafter without one gets a whole copy; all
+        processes must call this.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.

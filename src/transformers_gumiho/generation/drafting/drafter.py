@@ -78,7 +78,7 @@ class GumihoDrafter:
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
         for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
             mark_static_address(tensor)
-        self._draft_fixed = self.shapes.compiler(type(self)._draft_after)
+        self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
 
     @property
     def has_fixed_shapes(self) -> bool:
