@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..internals import CACHE_NAME, in_eval_mode
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
+from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import GumihoCandidateGenerator
 from .drafting.drafter import GenerationView
 from .observers import GenerationEvents, GenerationObserver
@@ -121,7 +122,8 @@ def decode_with_tree(
         chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
             view = _View(sequences, chooser, events, generation_config.prefill_chunk_size)
-            drafts = GumihoCandidateGenerator.after_prompt(session, assistant_model, settings, view)
+            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
         session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
     if streamer is not None:

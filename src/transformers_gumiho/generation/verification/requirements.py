@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
 from ...model.modeling_gumiho import GumihoModel
-from ...model.target_shape import state_width
+from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
@@ -204,11 +204,31 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
     find_layers(target, layers)
+    if drafter.config.is_block:
+        _check_block_pair(target, drafter, layers)
     if drafter.config.is_eagle3:
         logger.warning_once(
             f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
             f"layers {list(layers.ids)} of {type(target).__name__}. If it was trained with others, pass them as "
             f"`target_layer_ids=[...]` to `from_pretrained`."
+        )
+
+
+def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: TargetLayers) -> None:
+    """Refuses what the tools that train block drafters read in different ways."""
+    name, config = type(target).__name__, target.config.get_text_config(decoder=True)
+    if not layers.is_last_normed:
+        raise Unsupported(
+            f"This block drafter reads the last layer of {name} ({config.num_hidden_layers - 1}). Whether it was "
+            f"trained on the state before or after the final norm depends on the tool. Use a drafter that reads lower "
+            f"layers."
+        )
+    factors = [getattr(target.get_input_embeddings(), "embed_scale", None)]
+    factors += [getattr(config, field, None) for field in ("embedding_multiplier", "scale_emb")]
+    if not drafter.config.has_embedding and any(factor not in (None, 1) for factor in factors):
+        raise Unsupported(
+            f"{name} scales its token embedding. Whether this block drafter was trained on scaled rows depends on the "
+            f"tool. Use a drafter with an embedding of its own."
         )
 
 
