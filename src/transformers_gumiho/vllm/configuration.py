@@ -9,6 +9,10 @@ from ..commands import UserError, UserValueError
 from ..files import damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.draft_vocabulary import vocabulary_fault
+from .contract import check_signatures
+
+
+check_signatures(EAGLEConfig)
 
 
 # Fields of a drafter's config that the Llama config of the serial head does not hold.

@@ -16,7 +16,7 @@ from ...commands import UserValueError
 from ...internals import runs_as_defined, without_layer
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers
-from .kept import kept
+from .target_memory import memory_of
 
 
 # Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
@@ -246,8 +246,8 @@ class OutputHead:
         if token_ids is not None and self._is_plain:
             whole = [parameter.detach() for parameter in (module.weight, module.bias) if parameter is not None]
             rows = token_ids.to(module.weight.device)
-            self._rows = kept(
-                "cut head", (module, module), whole, (token_ids,), lambda: [own.index_select(0, rows) for own in whole]
+            self._rows = memory_of(module).derive(
+                "cut head", module, whole, (token_ids,), lambda: [own.index_select(0, rows) for own in whole]
             )
         config = None if target_config is None else target_config.get_text_config(decoder=True)
         self._scale = getattr(config, "logit_scale", None) or 1
@@ -303,8 +303,10 @@ def head_for_drafting(
         return _own_head(drafter, draft_vocabulary)
     token_ids = None
     if draft_vocabulary is not None:
-        owners, ids = (target.get_output_embeddings(),) * 2, list(draft_vocabulary)
-        (token_ids,) = kept("draft vocabulary", owners, (), (ids, device), lambda: [torch.tensor(ids, device=device)])
+        owner, ids = target.get_output_embeddings(), list(draft_vocabulary)
+        (token_ids,) = memory_of(owner).derive(
+            "draft vocabulary", owner, (), (ids, device), lambda: [torch.tensor(ids, device=device)]
+        )
     return OutputHead(target.get_output_embeddings(), target.config, token_ids, (device, dtype)), token_ids
 
 
@@ -314,7 +316,7 @@ def _own_head(drafter: GumihoModel, draft_vocabulary: Sequence[int] | None) -> t
     if draft_vocabulary is None:
         if own is not None:  # the same tensor in each call, as what others keep depends on it
             made = own
-            (own,) = kept("own tokens", (head, head), (drafter.d2t,), (), lambda: [made])
+            (own,) = memory_of(head).derive("own tokens", head, (drafter.d2t,), (), lambda: [made])
         return OutputHead(head), own
     ids, device = list(draft_vocabulary), head.weight.device
 
@@ -332,7 +334,7 @@ def _own_head(drafter: GumihoModel, draft_vocabulary: Sequence[int] | None) -> t
         return [token_ids, rows]
 
     mapped = () if own is None else (drafter.d2t,)
-    token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
+    token_ids, rows = memory_of(head).derive("draft vocabulary", head, mapped, (ids, device), find_rows)
     return OutputHead(head, token_ids=rows), token_ids
 
 
@@ -344,3 +346,12 @@ def is_plain_linear(head: nn.Module) -> bool:
         and head.weight.is_floating_point()
         and runs_as_defined(head)
     )
+
+
+def num_scored(head: Any) -> int:
+    """Returns how many tokens an output head scores; 0 where it does not say."""
+    # An adapter may give the width of its features as `out_features`. A quantized weight has another shape.
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return getattr(head, "out_features", 0)

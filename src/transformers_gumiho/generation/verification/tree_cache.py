@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ...internals import mark_static_address
 from ..tree.draft_tree import tree_attention_mask
 from ..tree.uploads import upload
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
 
 
 # Slots added to outgrown buffers, or a quarter of those in use where that is more.
