@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserOSError, UserValueError
@@ -24,6 +24,8 @@ _EAGLE3_FIELDS = (
     "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "qk_norm",
 )  # fmt: skip
+# Of an MTP layer alone, beside `serial_head` and `norm_output`.
+_MTP_FIELDS = ("mtp_state_first", "mtp_reads_normed", "mtp_final_norm")
 
 
 class SerialHeadConfig(LlamaConfig):
@@ -35,6 +37,13 @@ class SerialHeadConfig(LlamaConfig):
             super().validate_architecture()
 
 
+def _llama_config(fields: dict[str, Any]) -> SerialHeadConfig:
+    model_type = fields.get("model_type", LlamaConfig.model_type)
+    if model_type != LlamaConfig.model_type:
+        raise UserValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
+    return SerialHeadConfig(**fields)
+
+
 @strict
 class GumihoConfig(PreTrainedConfig):
     r"""
@@ -44,7 +53,8 @@ class GumihoConfig(PreTrainedConfig):
     Args:
         model (`LlamaConfig` or `dict`, *optional*):
             The Llama configuration of the drafter: hidden size, vocabulary and rotary embedding as in the target, and
-            the two layers of the serial head. A `dict` in `config.json`, a config object in memory.
+            the two layers of the serial head. A `dict` in `config.json`, a config object in memory. For an MTP layer
+            it is the text configuration of the target, with this layer alone.
         num_serial_tokens (`int`, defaults to 2):
             Tokens drafted one after the other by the serial head.
         num_parallel_heads (`int`, defaults to 5):
@@ -70,7 +80,8 @@ class GumihoConfig(PreTrainedConfig):
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
         serial_head (`str`, defaults to `"gumiho"`):
-            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, or `"eagle3"`.
+            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, `"eagle3"`, or `"mtp"` for the
+            multi-token prediction layer of a target.
         draft_vocab_size (`int`, *optional*):
             For EAGLE-3: tokens that the head's own output head scores, by their ids in the tensor `d2t`. By default
             it scores all tokens.
@@ -83,11 +94,17 @@ class GumihoConfig(PreTrainedConfig):
         fc_norm (`bool`, defaults to `False`):
             For EAGLE-3.1: whether each of the target's states has a norm before `fc`.
         norm_output (`bool`, defaults to `False`):
-            For EAGLE-3.1: whether the feature that is fed back is the one after the final norm.
+            For EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
         qk_norm (`bool`, defaults to `False`):
             For EAGLE-3: whether queries and keys have norms, as in Qwen3.
+        mtp_state_first (`bool`, defaults to `False`):
+            For MTP layers: whether `fc` takes the state before the embedding.
+        mtp_reads_normed (`bool`, defaults to `True`):
+            For MTP layers: whether the target's last state is read after its final norm.
+        mtp_final_norm (`bool`, defaults to `True`):
+            For MTP layers: whether there is a norm between the layer and the output head.
         converted_from (`str`, *optional*):
-            Name or folder of the EAGLE head that this config was read from.
+            Name or folder of the EAGLE head, or of the target with an MTP layer, that this config was read from.
         tie_word_embeddings (`bool`, defaults to `False`):
             Required by transformers. A drafter ties no weights.
 
@@ -112,7 +129,7 @@ class GumihoConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
     sub_configs: ClassVar[dict[str, type]] = {"model": LlamaConfig}
 
-    model: LlamaConfig | dict[str, Any] | None = None
+    model: PreTrainedConfig | dict[str, Any] | None = None
     num_serial_tokens: int = 2
     num_parallel_heads: int = 5
     num_residual_blocks: int = 5
@@ -130,6 +147,9 @@ class GumihoConfig(PreTrainedConfig):
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    mtp_state_first: bool = False
+    mtp_reads_normed: bool = True
+    mtp_final_norm: bool = True
     converted_from: str | None = None
     tie_word_embeddings: bool = False
 
@@ -137,12 +157,7 @@ class GumihoConfig(PreTrainedConfig):
         if self.model is None:
             self.model = LlamaConfig(num_hidden_layers=2)
         elif isinstance(self.model, dict):
-            model_type = self.model.get("model_type", LlamaConfig.model_type)
-            if model_type != LlamaConfig.model_type:
-                raise UserValueError(
-                    f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}."
-                )
-            self.model = SerialHeadConfig(**self.model)
+            self.model = AutoConfig.for_model(**self.model) if self.is_mtp else _llama_config(self.model)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -152,7 +167,7 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: A number is too small, or `model` does not describe a Llama.
         """
-        if not isinstance(self.model, LlamaConfig):
+        if not isinstance(self.model, PreTrainedConfig if self.is_mtp else LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
         values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
@@ -162,8 +177,8 @@ class GumihoConfig(PreTrainedConfig):
                 raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
-        if self.serial_head not in ("gumiho", "eagle3"):
-            raise UserValueError(f"`serial_head` must be 'gumiho' or 'eagle3', got {self.serial_head!r}.")
+        if self.serial_head not in ("gumiho", "eagle3", "mtp"):
+            raise UserValueError(f"`serial_head` must be 'gumiho', 'eagle3' or 'mtp', got {self.serial_head!r}.")
         ids = self.target_layer_ids
         if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
             raise UserValueError(
@@ -236,13 +251,24 @@ class GumihoConfig(PreTrainedConfig):
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
         left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        left_out |= set() if self.is_eagle3 else {*_EAGLE3_FIELDS}
+        if not self.is_mtp:
+            left_out |= {*_MTP_FIELDS}
+            left_out |= set() if self.is_eagle3 else {*_EAGLE3_FIELDS}
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property
     def is_eagle3(self) -> bool:
         """Whether the serial head is one of EAGLE-3, which has an output head of its own."""
         return self.serial_head == "eagle3"
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether the serial head is a target's multi-token prediction layer."""
+        return self.serial_head == "mtp"
+
+    def is_of_target(self, name_or_path: Any) -> bool:
+        """Whether this was read from the checkpoint of a target, `name_or_path`, that has MTP layers."""
+        return self.is_mtp and self.converted_from == str(name_or_path)
 
     def layers_read(self, target_config: PreTrainedConfig) -> TargetLayers | None:
         """
@@ -254,6 +280,9 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: The target has too few layers for the defaults of EAGLE-3.
         """
+        if not self.mtp_reads_normed:
+            last = target_config.get_text_config(decoder=True).num_hidden_layers - 1
+            return TargetLayers((last,), is_last_normed=False)
         if not self.is_eagle3:
             return TargetLayers.of(self.target_layer_ids)
         ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
@@ -294,8 +323,8 @@ class GumihoConfig(PreTrainedConfig):
         """The longest path this drafter can draft, in tokens."""
         return self.num_serial_tokens + self.num_parallel_heads
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> LlamaConfig:
-        """Returns the nested Llama configuration, which holds the vocabulary and hidden sizes."""
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Returns the nested configuration, which holds the vocabulary and hidden sizes."""
         return self.model
 
     @classmethod

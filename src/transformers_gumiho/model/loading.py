@@ -26,6 +26,7 @@ from .draft_vocabulary import (
     is_vocabulary_mask,
 )
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
+from .mtp_layouts import mtp_fields
 
 
 logger = logging.get_logger(__name__)
@@ -68,7 +69,8 @@ def released_names() -> list[str]:
 def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for: a drafter's fields, those of
-    a Llama, as the reference writes them, or those of an EAGLE head. `options` are the arguments of `from_pretrained`.
+    a Llama, as the reference writes them, those of an EAGLE head, or those of a target with MTP layers. `options` are
+    the arguments of `from_pretrained`.
 
     Raises:
         ValueError: The file describes another kind of model.
@@ -76,6 +78,10 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
         return fields
+    if not claims_to_draft(fields):
+        found = mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path)
+        if found is not None:
+            return found
     is_small = _is_small(fields)
     if is_small or claims_to_draft(fields):
         found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
@@ -85,7 +91,8 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
-            f"layout of the reference implementation, or that of an EAGLE head."
+            f"layout of the reference implementation, that of an EAGLE head, or that of a target with MTP layers in "
+            f"its checkpoint."
         )
     if not is_small:
         raise UserValueError(
@@ -121,26 +128,52 @@ def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
     Returns the weight files that `from_pretrained` reads with these arguments, `options`: one, or all shards. There
     are none where nothing is found. `name_or_path` is a folder, a file, or a name on the Hub.
     """
-    if os.path.isfile(name_or_path):
-        return [Path(name_or_path)]
-    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
+    first = _file_or_index(name_or_path, options)
+    if first is None or first.suffix != ".json":
+        return [] if first is None else [first]
+    return [cached(name_or_path, shard, options) for shard in sorted(set(_shards_of(first, name_or_path).values()))]
+
+
+def tensor_files(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Returns the names of the tensors of a checkpoint in safetensors, each with the name of its file. Of a checkpoint in
+    several files only the index is read.
+    """
+    first = _file_or_index(name_or_path, options)
+    if first is None or first.suffix == ".json":
+        return {} if first is None else _shards_of(first, name_or_path)
+    if first.suffix != ".safetensors":
+        return {}
+    with damaged_files_named(name_or_path, options), safe_open(first, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), first.name)
+
+
+def cached(name_or_path: Any, file: str, options: Mapping[str, Any]) -> Path:
+    """Returns the path of a file of a checkpoint. Raises `OSError` where there is none."""
     places = {name: options[name] for name in PLACES if options.get(name) is not None}
+    return Path(str(cached_file(name_or_path, file, **places)))
+
+
+def _file_or_index(name_or_path: Any, options: Mapping[str, Any]) -> Path | None:
+    """Returns the file of a checkpoint, or the index of one in several files; `None` where there is neither."""
+    if os.path.isfile(name_or_path):
+        return Path(name_or_path)
+    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
     for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         if variant := options.get("variant"):
             name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
-        try:
-            file = Path(str(cached_file(name_or_path, name, **places)))
-        except OSError:  # there is no such file
-            continue
-        if file.suffix != ".json":
-            return [file]
-        shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map")
-        if not isinstance(shards, dict):
-            raise UserOSError(
-                f"`{file.name}` of {str(name_or_path)!r} is damaged: it has no `weight_map`. Download it again."
-            )
-        return [Path(str(cached_file(name_or_path, shard, **places))) for shard in sorted(set(shards.values()))]
-    return []
+        with suppress(OSError):  # there is no such file
+            return cached(name_or_path, name, options)
+    return None
+
+
+def _shards_of(index: Path, name_or_path: Any) -> dict[str, str]:
+    shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(shards, dict):
+        raise UserOSError(
+            f"`{index.name}` of {str(name_or_path)!r} is damaged: it has no `weight_map`. Download it again."
+        )
+    return shards
 
 
 def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -245,10 +278,10 @@ def accept_checkpoint(
     problems = [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in found if keys]
     if not problems:
         return
-    if "fc.weight" in missing:
+    if "fc.weight" in missing and not drafter.config.is_mtp:
         reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
     else:
-        reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
+        reason = drafter.serial_head.misfit
     raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
 
 

@@ -206,6 +206,11 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
+    if drafter.own_head_rows is not None and _has_other_head(target, drafter.own_head_rows):
+        raise Unsupported(
+            f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
+            f"target's, which is not available here. Use a drafter that was trained for this target."
+        )
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
     find_layers(target, layers)
@@ -215,6 +220,16 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"layers {list(layers.ids)} of {type(target).__name__}. If it was trained with others, pass them as "
             f"`target_layer_ids=[...]` to `from_pretrained`."
         )
+
+
+def _has_other_head(target: PreTrainedModel, rows: torch.Tensor) -> bool:
+    """Whether the first `rows` `(n, H)` of an output head are not the target's, as far as those can be read."""
+    weight = getattr(target.get_output_embeddings(), "weight", None)
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
+        return False
+    # A copy in another precision is near, and that of a target that was trained further, too.
+    own = weight[: len(rows)].detach().float()
+    return bool((own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm())
 
 
 def check_inputs(
