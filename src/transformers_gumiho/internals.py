@@ -299,6 +299,11 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
+def commit_of(config: PreTrainedConfig) -> str | None:
+    """Returns the commit of the Hub that a config was loaded from; `None` for one of a folder."""
+    return getattr(config, "_commit_hash", None)
+
+
 def adopt_eager_attention(config: PreTrainedConfig) -> None:
     """Makes layers with this config compute eager attention, the only one that some have."""
     config._attn_implementation = "eager"

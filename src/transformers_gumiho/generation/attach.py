@@ -23,6 +23,7 @@ from ..files import damaged_files_named
 from ..internals import named_arguments, prepared_request
 from ..model.loading import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
+from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers, own_mtp_layers
 from ..model.wrappers import unwrap_drafter, unwrap_model
 from .verification.continuation import check_multi_token_decode
 from .verification.cycle_shapes import with_eager_decoder
@@ -262,9 +263,14 @@ def is_drafter(name: str | os.PathLike) -> bool:
 
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike) -> GumihoModel | None:
     """Returns the drafter with this name or folder, or `None` if it is another model; see [`is_drafter`]."""
+    loading: dict[str, Any] = {}
+    if name == OWN_MTP_LAYERS:
+        name, loading = own_mtp_layers(target.config)
     # A loaded drafter needs no request to the Hub.
-    is_known = (_source(name), None) in _drafters_of(target).named
-    return load_drafter(target, name) if is_known or is_drafter(name) else None
+    is_known = (_source(name), loading.get("revision")) in _drafters_of(target).named
+    if is_known or has_mtp_layers(name, loading) or is_drafter(name):
+        return load_drafter(target, name, **loading)
+    return None
 
 
 @torch.inference_mode(False)  # or calls outside of inference mode could not use the drafter

@@ -18,7 +18,7 @@ from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
 from .loading import accept_checkpoint
-from .mtp_checkpoint import is_target_with_mtp_layers, read_mtp_layers
+from .mtp_checkpoint import has_mtp_layers, read_mtp_layers
 from .mtp_layouts import mtp_settings
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
@@ -204,7 +204,7 @@ class GumihoModel(GumihoPreTrainedModel):
         source, options = pretrained_model_name_or_path, kwargs
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         is_named = not isinstance(kwargs.get("config"), GumihoConfig)
-        if is_named and (kwargs.get("variant") is not None or is_target_with_mtp_layers(source, kwargs)):
+        if is_named and (kwargs.get("variant") is not None or has_mtp_layers(source, kwargs)):
             # The tensors show what it is. transformers does not hand their place to the config.
             where = kwargs.pop("config", None) or source
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)

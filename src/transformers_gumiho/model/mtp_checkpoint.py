@@ -1,7 +1,6 @@
 """Reading the MTP layers of a target's checkpoint: only the files that hold them, and eight bits by their scales."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,10 +9,13 @@ from transformers import PreTrainedConfig
 
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
+from ..internals import commit_of
 from .loading import cached, tensor_files
-from .mtp_layouts import may_have_mtp_layers, mtp_names
+from .mtp_layouts import mtp_fields, mtp_names
 
 
+# Stands for the MTP layers in the checkpoint of the target itself.
+OWN_MTP_LAYERS = "mtp"
 # Rows of the layer's own output head that are compared with those of the target's.
 _HEAD_ROWS = 64
 # How the scales of a tensor in eight bits are called, after the tensor's name.
@@ -22,13 +24,36 @@ _SCALES = ("_scale_inv", "_scale")
 _SCALES_OF_STATES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
 
 
-def is_target_with_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a folder or a name on the Hub is that of a target that may have MTP layers, by its config alone."""
+def has_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
+    """
+    Whether a folder or a name on the Hub is that of a target with MTP layers in its checkpoint. The arguments are as
+    for [`read_mtp_layers`]. Raises `ValueError` where they are not available here.
+    """
     places = {name: options[name] for name in PLACES if options.get(name) is not None}
-    with suppress(OSError, ValueError, TypeError):  # it has none, or is no such thing
+    try:
         fields, _ = PreTrainedConfig.get_config_dict(name_or_path, **places)
-        return may_have_mtp_layers(fields)
-    return False
+    except (OSError, ValueError, TypeError):  # there is no config, or this is no name
+        return False
+    return mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path) is not None
+
+
+def own_mtp_layers(target_config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    """
+    Returns the checkpoint that a target with this config was loaded from, and the arguments of `from_pretrained` with
+    which its MTP layers are read from there.
+
+    Raises:
+        ValueError: It has no MTP layers, or such that are not available here.
+    """
+    name, commit = target_config.name_or_path, commit_of(target_config)
+    options = {} if commit is None else {"revision": commit}
+    if not name or not has_mtp_layers(name, options):
+        raise UserValueError(
+            f"The target's checkpoint ({name!r}) has no MTP layers. They are often missing where a model was trained "
+            f"further, merged or quantized. Name the original model as the assistant instead: its layers serve this "
+            f"target, too."
+        )
+    return name, options
 
 
 def read_mtp_layers(

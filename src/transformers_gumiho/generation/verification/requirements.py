@@ -31,6 +31,10 @@ _CONFLICTING_SETTINGS = (
 )  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# Output heads that differ by less than this share of their size are taken for the same.
+_HEAD_TOLERANCE = 0.1
+# By output head, the drafters whose checkpoints have the same one.
+_same_heads: WeakKeyDictionary[Any, WeakSet[GumihoModel]] = WeakKeyDictionary()
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
@@ -201,7 +205,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
-    if drafter.own_head_rows is not None and _has_other_head(target, drafter.own_head_rows):
+    if drafter.own_head_rows is not None and _has_other_head(target, drafter):
         raise Unsupported(
             f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
             f"target's, which is not available here. Use a drafter that was trained for this target."
@@ -217,14 +221,21 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         )
 
 
-def _has_other_head(target: PreTrainedModel, rows: torch.Tensor) -> bool:
-    """Whether the first `rows` `(n, H)` of an output head are not the target's, as far as those can be read."""
-    weight = getattr(target.get_output_embeddings(), "weight", None)
+def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
+    """Whether a drafter's checkpoint has an output head that is not the target's, as far as that can be read."""
+    head, rows = target.get_output_embeddings(), drafter.own_head_rows
+    same = _same_heads.setdefault(head, WeakSet())
+    if drafter in same:
+        return False
+    weight = getattr(head, "weight", None)
     if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
         return False
     # A copy in another precision is near, and that of a target that was trained further, too.
     own = weight[: len(rows)].detach().float()
-    return bool((own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm())
+    if (own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm():
+        return True
+    same.add(drafter)
+    return False
 
 
 def check_inputs(
