@@ -211,7 +211,8 @@ class GumihoModel(GumihoPreTrainedModel):
             fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
             options = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        if (config := options.get("config")) is not None and config.is_of_target(source):
+        config = options.get("config")
+        if isinstance(config, GumihoConfig) and config.is_of_target(source):
             tensors, own_head_rows = read_mtp_layers(source, options)
             elsewhere = {name: value for name, value in options.items() if name not in PLACES}
             model, info = super().from_pretrained(None, *args, state_dict=tensors, **loading, **elsewhere)

@@ -83,7 +83,9 @@ IN_A_LIST = MtpLayout(r"mtp\.layers\.0\.", renamed={"pre_mlp_layernorm": "post_a
 BY_PARTS = MtpLayout(r"mtp_", r"emb_norm\.0", r"hidden_norm\.0", r"linear_proj\.0", "(?!)", r"block\.0\.(?P<tail>.+)")
 BY_BLOCKS = MtpLayout(
     r"mtp\.",
-    *(rf"layers\.0\.{part}" for part in ("enorm", "hnorm", "eh_proj")),
+    r"layers\.0\.enorm",
+    r"layers\.0\.hnorm",
+    r"layers\.0\.eh_proj",
     final_norm=r"layers\.\d+\.final_layernorm",
     layer=r"layers\.(?P<index>\d+)\.(?P<tail>.+)",
 )
@@ -226,7 +228,7 @@ def mtp_fields(
     """
     if not _may_have_layers(fields):
         return None
-    model_type, names = _text_fields(fields).get("model_type"), list(tensor_names())
+    model_type, names = str(_text_fields(fields).get("model_type")), list(tensor_names())
     if reason := _REFUSED.get(model_type) or _REFUSED.get(fields["model_type"]):
         if any(_ANY_LAYER.search(name) for name in names):
             raise _refusal(name_or_path, f"those of the type {model_type!r} {reason}")

@@ -33,7 +33,7 @@ class GumihoSerialHead:
 
     fuses_tokens = True
     # Features are turned into tokens by the output head of the target.
-    ignored_keys = (r"^(?:model\.){0,2}lm_head\.",)
+    ignored_keys: tuple[str, ...] = (r"^(?:model\.){0,2}lm_head\.",)
     misfit = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:

@@ -205,7 +205,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
-    if drafter.own_head_rows is not None and _has_other_head(target, drafter):
+    if _has_other_head(target, drafter):
         raise Unsupported(
             f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
             f"target's, which is not available here. Use a drafter that was trained for this target."
@@ -225,7 +225,7 @@ def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
     """Whether a drafter's checkpoint has an output head that is not the target's, as far as that can be read."""
     head, rows = target.get_output_embeddings(), drafter.own_head_rows
     same = _same_heads.setdefault(head, WeakSet())
-    if drafter in same:
+    if rows is None or drafter in same:
         return False
     weight = getattr(head, "weight", None)
     if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
