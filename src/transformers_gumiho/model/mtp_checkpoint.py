@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
 from ..internals import commit_of
-from .loading import cached, tensor_files
+from .checkpoint_files import cached, tensor_files
 from .mtp_layouts import mtp_fields, mtp_names
 
 

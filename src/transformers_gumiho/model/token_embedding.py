@@ -79,6 +79,21 @@ def address_of(embedding: torch.Tensor) -> int:
     return (embedding.to_local() if is_split(embedding) else embedding).data_ptr()
 
 
+def share_equal(own: nn.Parameter, other: torch.Tensor | None) -> bool:
+    """
+    Replaces a drafter's weight by the first rows of the target's, where these are equal, on the same device and in the
+    same dtype, so that memory holds them once. Returns whether they are.
+    """
+    if other is None or is_split(other) or own.device.type == "meta":
+        return False
+    rows = other.detach()[: own.shape[0]]
+    alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
+    if not alike or not torch.equal(rows, own):
+        return False
+    own.data = rows
+    return True
+
+
 def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size: int) -> torch.Tensor:
     """
     Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary. One that

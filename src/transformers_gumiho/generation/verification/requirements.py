@@ -11,13 +11,13 @@ from transformers.utils import logging
 
 from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
 from ...model.modeling_gumiho import GumihoModel
-from ...model.target_shape import state_width
+from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
 from .cycle_shapes import with_eager_decoder
 from .placement import input_device
-from .prompt import prompt_positions
+from .prompt import arguments_per_token, prompt_positions
 from .target_states import find_layers
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
@@ -213,6 +213,8 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
     find_layers(target, layers)
+    if drafter.config.is_block:
+        _check_block_pair(target, drafter, layers)
     if drafter.config.is_eagle3:
         logger.warning_once(
             f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
@@ -238,6 +240,24 @@ def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
     return False
 
 
+def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: TargetLayers) -> None:
+    """Refuses what the tools that train block drafters read in different ways."""
+    name, config = type(target).__name__, target.config.get_text_config(decoder=True)
+    if not layers.is_last_normed:
+        raise Unsupported(
+            f"This block drafter reads the last layer of {name} ({config.num_hidden_layers - 1}). Whether it was "
+            f"trained on the state before or after the final norm depends on the tool. Use a drafter that reads lower "
+            f"layers."
+        )
+    factors = [getattr(target.get_input_embeddings(), "embed_scale", None)]
+    factors += [getattr(config, field, None) for field in ("embedding_multiplier", "scale_emb")]
+    if not drafter.config.has_embedding and any(factor not in (None, 1) for factor in factors):
+        raise Unsupported(
+            f"{name} scales its token embedding. Whether this block drafter was trained on scaled rows depends on the "
+            f"tool. Use a drafter with an embedding of its own."
+        )
+
+
 def check_inputs(
     target: PreTrainedModel,
     traits: TargetTraits,
@@ -261,6 +281,7 @@ def check_inputs(
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
         _check_padding(traits, model_kwargs)
+    arguments_per_token(target, traits, input_ids, model_kwargs)  # refuses those that are not known
     _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
     if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
         if cache is not None:

@@ -277,7 +277,7 @@ def head_for_drafting(
     Raises:
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
-    if drafter.config.is_eagle3:
+    if drafter.config.owns_head:
         return _own_head(drafter, draft_vocabulary)
     token_ids = None
     if draft_vocabulary is not None:
