@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserOSError, UserValueError
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
 from .block_configs import check_block
 from .loading import as_drafter_fields, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, llama_config, llama_fields_of, resolve_layer_ids
@@ -218,6 +218,8 @@ class GumihoConfig(PreTrainedConfig):
             ValueError: The file describes another kind of model, or an EAGLE head that is not available here.
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
+        if not os.path.isfile(name):
+            check_folder(str(name), has_config=False)
         try:
             with damaged_files_named(name, kwargs):
                 fields, unused = super().get_config_dict(name, **kwargs)

@@ -25,6 +25,7 @@ from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, share_equal
 from .transition import GumihoTransition, GumihoTransitions
+from .wrappers import as_target, unwrap_model
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -112,8 +113,9 @@ class GumihoModel(GumihoPreTrainedModel):
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
-            ValueError: The target's embedding is offloaded.
+            ValueError: `target` is no model of transformers, or its embedding is offloaded.
         """
+        target = as_target(target)
         return cls.from_embedding(target.config, embedding_of(target), **overrides)
 
     @classmethod
@@ -375,3 +377,9 @@ class GumihoModel(GumihoPreTrainedModel):
         # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
+
+
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or wraps; `None` where it is none."""
+    model = unwrap_model(model)
+    return model if isinstance(model, GumihoModel) else None

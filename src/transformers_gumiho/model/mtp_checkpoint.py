@@ -51,7 +51,8 @@ def own_mtp_layers(target_config: PreTrainedConfig) -> tuple[str, dict[str, Any]
         raise UserValueError(
             f"The target's checkpoint ({name!r}) has no MTP layers. They are often missing where a model was trained "
             f"further, merged or quantized. Name the original model as the assistant instead: its layers serve this "
-            f"target, too."
+            f"target, too. Of a target that was loaded with `subfolder` or `token`, load them with "
+            f"`GumihoModel.from_pretrained(name, subfolder=..., token=...)`."
         )
     return name, options
 

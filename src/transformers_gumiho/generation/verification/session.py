@@ -15,8 +15,9 @@ from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
-from .cycle_shapes import CycleShapes, StaticMemory
+from .cycle_shapes import CycleShapes
 from .experts import experts_of_decoding
+from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache

@@ -14,7 +14,7 @@ from ...internals import mark_static_address
 from ..tree.draft_tree import tree_attention_mask
 from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
 
 
 # Slots added to outgrown buffers, or a quarter of those in use where that is more.
