@@ -303,9 +303,9 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     head = num_tokens * text_config.hidden_size
     # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
-    count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
+    count = num_serial * (_size(drafter.serial_layers) + head) + num_fusions * _size(drafter.fc)
     if config.is_block:
-        count += _size(drafter.layers) + head + num_tokens * config.markov_rank
+        count += _size(drafter.serial_layers) + head + num_tokens * config.markov_rank
     elif num_heads:
         count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
         count += 0 if drafter.transition is None else _size(drafter.transition)

@@ -84,6 +84,7 @@ class GumihoDrafter:
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
         self._takes_boolean_masks = attention_kind(model, model.config.get_text_config()).masks == "boolean"
+        self._window = model.serial_head.window(model.config)
         self._transitions: Any = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
@@ -316,7 +317,8 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`tree_attention_mask`]."""
         dtype = torch.bool if self._takes_boolean_masks else fused.dtype
-        return self._run_serial_head(fused, self.cache.attention_mask(visible, depths, dtype), position_ids)
+        mask = self.cache.attention_mask(visible, depths, dtype, self._window)
+        return self._run_serial_head(fused, mask, position_ids)
 
     def _run_heads(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the features `(B, heads, paths, H)` of the parallel heads."""
