@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..model.checkpoint_files import plain_name
 from ..model.draft_vocabulary import is_vocabulary_entry
-from ..model.loading import plain_name
 from ..model.serial_head import GumihoSerialHead
 from .chain import Chain
 
