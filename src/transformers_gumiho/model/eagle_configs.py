@@ -49,6 +49,8 @@ _LLAMA_TYPES = ("llama", "qwen2", "mixtral", "qwen3")
 _DRAFTERS = re.compile(
     r"eagle|medusa|hydra|dflash|dspark|mtp|nextn|speculator|^draft_|parallel_drafting|pard_", re.IGNORECASE
 )
+# Fields by which targets count or describe their own MTP layers.
+_OF_TARGETS = re.compile(r"num_mtp_layers|num_nextn_predict_layers|mtp_.+")
 # Tensors that drafters have and language models have not.
 _OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
 
@@ -56,7 +58,8 @@ _OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     """Whether a `config.json` says that it is a drafter's, of another method than Gumiho. Some do not say it."""
     architectures = fields.get("architectures")
-    names = [fields.get("model_type"), *(architectures if isinstance(architectures, list) else ()), *fields]
+    names = [fields.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
+    names += [name for name in fields if not _OF_TARGETS.fullmatch(name)]
     return any(_DRAFTERS.search(str(name)) for name in names)
 
 
@@ -86,6 +89,8 @@ def eagle_fields(
     head = PublishedHead(fields, "eagle_config", name_or_path)
     _check_names(head)
     head.check_fields(_KNOWN_FIELDS, _NEUTRAL)
+    if "sliding_attention" in head.flags.get("layer_types", [])[: head.flags.get("num_hidden_layers")]:
+        raise head.refusal("a head with a sliding window (`layer_types`)")
     head.shapes = shapes or read_shapes()
     head.check_tensors(_KNOWN_TENSORS, _NEEDED_TENSORS)
     is_eagle3 = "layers.0.hidden_norm.weight" in head.shapes
