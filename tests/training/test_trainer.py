@@ -523,3 +523,10 @@ def test_a_step_of_tokens_is_the_same_in_passes_of_any_size(target: PreTrainedMo
         assert by_rows[name] == pytest.approx(found[1][1][name], rel=1e-4)
     with pytest.raises(ValueError, match="`gradient_accumulation_steps=2` counts batches of rows"):
         make_args(tmp_path, tokens_per_step=64, gradient_accumulation_steps=2)
+
+
+def test_an_evaluation_in_half_precision_leaves_the_drafter_as_it_was(target: PreTrainedModel, tmp_path: Path) -> None:
+    trainer = make_trainer(target, tmp_path, bf16_full_eval=True)
+    before = {name: parameter.clone() for name, parameter in trainer.drafter.named_parameters()}
+    trainer.evaluate()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.drafter.named_parameters())
