@@ -640,7 +640,7 @@ def test_a_normalizer_of_the_tokenizer_changes_nothing_of_what_counts(form: str,
     )
     rows, _ = prepare_dataset(data, tokenizer, config, packing=False, max_length=256)
     learned = [place for place, counts in enumerate(rows[0]["loss_mask"]) if counts]
-    text = tokenizer.decode(rows[0]["input_ids"][learned[0] : learned[-1] + 2])
+    text = tokenizer.decode(rows[0]["input_ids"][learned[0] : learned[-1] + 1])
     assert text == normalizer.normalize_str(answer) + "<|im_end|>"
 
 
