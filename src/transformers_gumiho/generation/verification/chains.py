@@ -23,7 +23,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
 from .session import TargetOutput, TargetSession, text_positions
-from .tree_cache import CONVERTIBLE_LAYERS
+from .tree_cache import CONVERTIBLE_LAYERS, owned
 
 
 STATE_LAYERS = (
@@ -82,6 +82,8 @@ class ChainCache:
                 layer.record_past = True
                 self._recording.append(layer)
 
+    min_length = 0
+
     @property
     def lengths(self) -> list[int]:
         """Committed entries of each row."""
@@ -133,6 +135,9 @@ class ChainCache:
         self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
+        for layer in _layers_of(self._cache):
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
+                layer.keys, layer.values = owned(layer.keys), owned(layer.values)
 
     def _settle(self) -> None:
         """Removes what the newest pass left and was not accepted."""

@@ -159,7 +159,8 @@ def read_prompt(
         session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
+        in_windows = None if shapes.are_fixed else num_nodes
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
