@@ -94,7 +94,7 @@ def decode_with_tree(
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents.begin(len(input_ids), observers)
+    events = GenerationEvents(observers, len(input_ids))
     with ExitStack() as running:
         # Dropout would draw numbers between those of the target's tokens.
         running.enter_context(in_eval_mode(assistant_model))
