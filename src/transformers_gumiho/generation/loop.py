@@ -129,7 +129,9 @@ def decode_with_tree(
                 prompt_chunk_size=generation_config.prefill_chunk_size,
             )
             tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
+        session.finish(
+            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
+        )
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:

@@ -13,8 +13,6 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -23,14 +21,8 @@ from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath
 from .session import TargetOutput, TargetSession, text_positions
-from .tree_cache import CONVERTIBLE_LAYERS
+from .tree_cache import CONVERTIBLE_LAYERS, STATE_LAYERS
 
-
-STATE_LAYERS = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
 
 # Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
 # imported.
@@ -173,7 +165,7 @@ class ChainSession(TargetSession):
         # Rows that have ended keep as many, which are padding there.
         self.cache.keep_path(path)
 
-    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+    def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""
         if not self.prompt.keeps_cache:
             return

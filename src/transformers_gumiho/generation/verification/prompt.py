@@ -66,7 +66,7 @@ def read_prompt(
     # 2. What the pass may replace in the arguments is read before it.
     reader = FeatureReader(model, layers)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
+    num_before = 0 if cache is None or not traits.counts_entries else cache.get_seq_length()
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
@@ -100,7 +100,8 @@ def read_prompt(
         session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared, pad_token)
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
+        can_rewind = keeps_cache and batch_size > 1
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
@@ -172,7 +173,7 @@ def _is_replaced(
 
 def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
     """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
-    if traits.is_chain:
+    if not traits.counts_entries:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
     traits.check_is_written(cache, num_before)
