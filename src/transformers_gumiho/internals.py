@@ -206,6 +206,17 @@ def run_prompt(
     return target._prefill(input_ids, generation_config, model_kwargs)
 
 
+def updated_kwargs(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a pass after the one that returned `outputs`, as plain decoding makes them."""
+    return dict(target._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False))
+
+
+def grows_with_text(target: PreTrainedModel, argument: str) -> bool:
+    """Whether [`updated_kwargs`] knows the argument by name, and so makes it as long as the text."""
+    updates = (vars(kind).get("_update_model_kwargs_for_generation") for kind in type(target).__mro__)
+    return any(argument in update.__code__.co_consts for update in updates if update is not None)
+
+
 # Releases that mark the caller's cache. In others any cache may be the caller's.
 _MARKS_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 

@@ -152,7 +152,7 @@ def _run_cycles(
     while not sequences.finished:
         # 1. Draft a tree after the committed tokens.
         with events.stage("draft"):
-            tree = drafts.draft_tree(committed, sequences.num_missing)
+            tree = drafts.draft_tree(committed, sequences.num_missing, session.max_depth)
         events.tree(drafts.origin)
         # 2. Verify all of its nodes in one pass of the target.
         with events.stage("verify"):

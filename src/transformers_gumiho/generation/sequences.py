@@ -71,11 +71,14 @@ class CommittedSequences:
         self.records = GenerationRecords(batch_size, generation_config)
 
         self.eos_token_ids: set[int] = set()
+        self._num_positions: int | None = None  # of the target, until a text beyond them is warned of
         self.custom_criteria = StoppingCriteriaList()
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
-            elif type(criterion) is not MaxLengthCriteria:
+            elif type(criterion) is MaxLengthCriteria:
+                self._num_positions = criterion.max_position_embeddings
+            else:
                 self.custom_criteria.append(criterion)
         # Without an end-of-sequence token, plain generation has no padding for rows that have ended: all rows of a
         # batch continue until the last one ends.
@@ -167,6 +170,7 @@ class CommittedSequences:
         num_generated = [len(tokens) for tokens in self._new_tokens]
         records.logits.trim(num_generated)
         records.scores.trim(num_generated)
+        self._warn_of_length()
         self._stream()
         return AcceptedPath(walked.nodes, walked.tokens, accepted_lengths)
 
@@ -211,6 +215,15 @@ class CommittedSequences:
                         self._buffer[row, length : starts[row] + accepted_lengths[row]] = self.pad_token_id
                         accepted_lengths[row] = length - starts[row]
         return accepted_lengths
+
+    def _warn_of_length(self) -> None:
+        """Makes transformers' criterion warn, as in plain decoding, of a text beyond the target's positions."""
+        longest = min(max(self.lengths), self.max_length - 1)
+        limit = self._num_positions
+        if limit is not None and longest > limit:
+            # The criterion cannot end the text here.
+            MaxLengthCriteria(self.max_length, limit)(self.prefix(longest), None)
+            self._num_positions = None
 
     def _stream(self) -> None:
         if self.streamer is None:

@@ -77,7 +77,8 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     if model_type == "gumiho":
         return fields
     is_small = _is_small(fields)
-    if is_small or claims_to_draft(fields):
+    # The number of layers may have been copied from the target. The tensors of a folder are seen at once.
+    if is_small or claims_to_draft(fields) or os.path.isdir(name_or_path):
         found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
         if found is not None:
             return found

@@ -38,8 +38,8 @@ _MAX_UNREAD_TOKENS = 256
 class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
-    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing, with the
-    root alone. `num_left` counts the remaining cycles of the pause after this one.
+    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the
+    target's positions have ended, with the root alone. `num_left` counts the cycles of the pause after this one.
     """
 
     source: Literal["drafter", "context", "pause", "end"]
@@ -163,7 +163,9 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             break_even=break_even,
         )
 
-    def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
+    def draft_tree(
+        self, committed: CommittedTokens, num_missing: int | None = None, max_depth: int | None = None
+    ) -> DraftTree:
         """
         Returns the tree of the next cycle.
 
@@ -172,8 +174,10 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 device; the tree is on the same one.
             num_missing: Most tokens that may follow in any row; by default any number. The target chooses the last of
                 them itself, so no path is as long, except in fixed shapes.
+            max_depth: Depth below which no node may be, also in fixed shapes: the target's positions end there.
         """
-        max_depth = None if num_missing is None or self.has_fixed_shapes else num_missing - 1
+        if num_missing is not None and not self.has_fixed_shapes:
+            max_depth = num_missing - 1 if max_depth is None else min(max_depth, num_missing - 1)
         if max_depth == 0:
             self.origin = DraftOrigin("end")
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
@@ -188,8 +192,10 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return self._make_undrafted(branch, max_depth)
         tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
         self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
-        tree = self._add_branch(tree, branch)
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
+        return self._limit(self._add_branch(tree, branch), max_depth)
+
+    def _limit(self, tree: DraftTree, max_depth: int | None) -> DraftTree:
         return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
@@ -222,7 +228,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if self.has_fixed_shapes:
             # A branch is merged into the whole path: a node counts as reached if all that are known above it agree.
             longest = self.settings.longest_path if branch is None else self._num_drafted
-            return self._add_branch(padded_root(root, self._num_drafted, longest), branch)
+            tree = self._add_branch(padded_root(root, self._num_drafted, longest), branch)
+            return self._limit(tree, max_depth)
         if branch is None:
             return bare_root(root)
         return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])

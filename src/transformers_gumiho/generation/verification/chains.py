@@ -208,12 +208,12 @@ class ChainSession(TargetSession):
         )
 
     def _image_mask(self, num_new: int) -> dict[str, torch.Tensor]:
-        """Returns which parts of an image each token of the text sees, as plain decoding extends it."""
-        mask = self.model_kwargs.get("cross_attention_mask")
-        if mask is None:
+        """Returns which parts of an image each token of the text sees: new ones see those of the prompt's last."""
+        column = self.model_kwargs.get("cross_attention_mask")
+        if column is None:
             return {}
-        num_missing = self.prompt.length + num_new - mask.shape[1]
-        return {"cross_attention_mask": torch.cat((mask, mask[:, -1:].expand(-1, num_missing, -1, -1)), dim=1)}
+        # Releases before 5.24 read the rows of a pass by their place in the text.
+        return {"cross_attention_mask": column.expand(-1, self.prompt.length + num_new, -1, -1)}
 
     def _attention_mask(self, num_new: int) -> torch.Tensor | None:
         """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""

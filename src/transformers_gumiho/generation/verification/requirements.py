@@ -17,7 +17,7 @@ from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
 from .cycle_shapes import with_eager_decoder
 from .placement import input_device
-from .prompt import prompt_positions
+from .prompt import arguments_per_token, prompt_positions
 from .target_states import find_layers
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
@@ -235,6 +235,7 @@ def check_inputs(
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
         _check_padding(traits, model_kwargs)
+    arguments_per_token(target, traits, input_ids, model_kwargs)  # refuses those that are not known
     _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
     if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
         if cache is not None:
