@@ -128,7 +128,7 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]
         assert [input_device(target), drafter_device(target)] == devices
         assert accelerators_of(target) == devices
-        assert attach.load_drafter(target, "drafter").device == devices[1]
+        assert attach.named_drafter(target, "drafter").device == devices[1]
     assert accelerators_of(make_target()) == []
 
 

@@ -126,21 +126,20 @@ def test_a_pause_steps_as_plain_decoding_does() -> None:
     assert_same_cache(drafted[CACHE_NAME], plain[CACHE_NAME])
 
 
-@pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
-def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes(lengths: list[int]) -> None:
+def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes() -> None:
+    """A text that repeats itself grows runs, each twice as long as the one before."""
     target = make_chain_target("granite_hybrid")
     drafter = make_chain_drafter(target, **SMALL_TREES)
-    prompt = {name: value.repeat(1, 6) for name, value in make_prompts(lengths).items()}
-    settings = prompt | {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 0.5}
+    token = int(target.generate(**make_prompts([5]), max_new_tokens=1)[0, -1])
+    settings = {**make_prompts([5]), "max_new_tokens": 400, "do_sample": False, "sequence_bias": {(token,): 1e4}}
     plain = target.generate(**settings)
-    with reading(target) as read, observing(origins := Origins()):
-        drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=10)
+    with reading(target) as read:
+        drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=6)
     assert torch.equal(drafted, plain)
-    assert "context" in origins.sources
-    assert 13 < max(read[1:]) <= 64
+    assert max(read[1:]) == 64
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_an_interrupted_generation_leaves_a_cache_to_go_on_from(family: str, lengths: list[int]) -> None:
     """It ends within a pass, after the first layers. Rows of a batch that are apart go back to the prompt."""
@@ -155,16 +154,12 @@ def test_an_interrupted_generation_leaves_a_cache_to_go_on_from(family: str, len
         if len(passes) == 6:
             raise InterruptedError
 
-    handle = list(target.get_decoder().children())[-2][-1].register_forward_pre_hook(interrupt)
+    handle = target.get_decoder().layers[-1].register_forward_pre_hook(interrupt)
     with partly_right_drafts(plain, start), pytest.raises(InterruptedError):
         target.generate(**prompt, max_new_tokens=40, **{CACHE_NAME: cache}, assistant_model=drafter)
     handle.remove()
-    held = start if len(lengths) > 1 else None
-    if family != "mamba2":
-        held = cache.get_seq_length()
-        assert held == start if len(lengths) > 1 else held > start
-    if held is None:
-        return  # one of states alone does not say how far it is
+    held = cache.get_seq_length()
+    assert held == start if len(lengths) > 1 else held > start
     mask = torch.nn.functional.pad(prompt["attention_mask"], (0, held + 1 - start), value=1)
     text = {"input_ids": plain[:, : held + 1], "attention_mask": mask, "max_new_tokens": 40 - (held + 1 - start)}
     assert torch.equal(target.generate(**text, **{CACHE_NAME: cache}), plain)

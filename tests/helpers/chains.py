@@ -24,7 +24,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5_moe": partial(_LINEAR, "qwen3_5_moe_text"),
     "olmo_hybrid": partial(_LINEAR, "olmo_hybrid"),
     "lara_mini": partial(small_config, "lara_mini"),
-    "kimi_linear": partial(_LINEAR, "kimi_linear"),
+    "kimi_linear": partial(small_config, "kimi_linear"),
     "bailing_hybrid": partial(small_config, "bailing_hybrid"),
     "granite_hybrid": partial(
         _OF_THREE, "granitemoehybrid", layer_types=["mamba", "attention", "mamba"], num_local_experts=0

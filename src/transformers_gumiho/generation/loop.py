@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..internals import CACHE_NAME, in_eval_mode
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
+from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import GumihoCandidateGenerator
 from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
@@ -118,7 +119,8 @@ def decode_with_tree(
         sequences.records.add_prompt(session.prefill.hidden_states)
         sequences.commit(chooser.walk(tree, session.prefill.logits))
         if not sequences.finished:
-            drafts = GumihoCandidateGenerator.after_prompt(
+            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            drafts = generator.after_prompt(
                 session,
                 assistant_model,
                 settings,

@@ -1,6 +1,5 @@
 """Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from ..model.modeling_gumiho import GumihoModel
 from .drafting.candidate_generator import DraftOrigin
 from .tree.draft_tree import DraftTree
 from .tree.walk import AcceptedPath, pick
+from .verification.target_memory import memory_of
 from .verification.target_states import TargetStates
 
 
@@ -109,24 +109,9 @@ def _registrations() -> tuple[_Registration, ...]:
     return found
 
 
-# Makes the observer of a call with this drafter, or `None` where the call is not observed.
-CallObserver = Callable[[GumihoModel], GenerationObserver | None]
-_observers_of_calls: weakref.WeakKeyDictionary[nn.Module, tuple[CallObserver, ...]] = weakref.WeakKeyDictionary()
-
-
-def observe_calls(target: nn.Module, make: CallObserver) -> None:
-    """Makes an observer for each drafted call of a target, in any thread, until [`ignore_calls`]."""
-    _observers_of_calls[target] = (*_observers_of_calls.get(target, ()), make)
-
-
-def ignore_calls(target: nn.Module, make: CallObserver) -> None:
-    """Undoes [`observe_calls`]."""
-    _observers_of_calls[target] = tuple(known for known in _observers_of_calls.get(target, ()) if known != make)
-
-
 def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
     """Returns the observers of a call that begins."""
-    made = (make(drafter) for make in _observers_of_calls.get(target, ()))
+    made = (make(drafter) for make in memory_of(target).observers)
     return tuple(observer for observer in made if observer is not None)
 
 

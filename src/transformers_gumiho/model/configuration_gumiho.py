@@ -10,7 +10,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserOSError, UserValueError
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
+from .block_configs import check_block
 from .loading import as_drafter_fields, find_packaged_folder, released_names
 from .target_shape import TargetLayers, embedding_width, llama_fields_of, resolve_layer_ids
 
@@ -23,6 +24,11 @@ _LEFT_OUT = ("embedding_size", "target_layer_ids", "converted_from")
 _EAGLE3_FIELDS = (
     "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "qk_norm",
+)  # fmt: skip
+# Of a block drafter alone.
+_BLOCK_FIELDS = (
+    "block_size", "mask_token_id", "sample_from_anchor", "attention_windows", "attention_causal", "markov_rank",
+    "has_own_head",
 )  # fmt: skip
 
 
@@ -70,12 +76,13 @@ class GumihoConfig(PreTrainedConfig):
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
         serial_head (`str`, defaults to `"gumiho"`):
-            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, or `"eagle3"`.
+            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, or `"eagle3"`; or `"block"` for
+            a block drafter (DFlash, JetSpec, DSpark), which drafts all tokens in one pass.
         draft_vocab_size (`int`, *optional*):
-            For EAGLE-3: tokens that the head's own output head scores, by their ids in the tensor `d2t`. By default
-            it scores all tokens.
+            For EAGLE-3 and block drafters: tokens that the drafter's own output head scores, by their ids in the
+            tensor `d2t`. By default it scores all tokens.
         target_hidden_size (`int`, *optional*):
-            For EAGLE-3: width of the target's states, if it differs from the hidden size.
+            For EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
         norm_before_residual (`bool`, defaults to `False`):
             For EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
         norm_before_fc (`bool`, defaults to `False`):
@@ -85,9 +92,24 @@ class GumihoConfig(PreTrainedConfig):
         norm_output (`bool`, defaults to `False`):
             For EAGLE-3.1: whether the feature that is fed back is the one after the final norm.
         qk_norm (`bool`, defaults to `False`):
-            For EAGLE-3: whether queries and keys have norms, as in Qwen3.
+            For EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
+        block_size (`int`, *optional*):
+            For block drafters: most queries of a pass, the newest token and mask tokens.
+        mask_token_id (`int`, *optional*):
+            For block drafters: the token of all other queries.
+        sample_from_anchor (`bool`, defaults to `False`):
+            For block drafters: whether each query predicts the token after its own, as in DSpark; else the token at
+            its own place, and the newest token's query none.
+        attention_windows (`list[int | None]`, *optional*):
+            For block drafters: how many positions a query of each layer sees, its own included; `None` for all.
+        attention_causal (`list[bool]`, *optional*):
+            For block drafters: whether a query of each layer sees no later ones of its block.
+        markov_rank (`int`, defaults to 0):
+            For block drafters: rank of the Markov head of DSpark; 0 for none.
+        has_own_head (`bool`, defaults to `False`):
+            For block drafters: whether there is an output head of its own.
         converted_from (`str`, *optional*):
-            Name or folder of the EAGLE head that this config was read from.
+            Name or folder of the head of another method that this config was read from.
         tie_word_embeddings (`bool`, defaults to `False`):
             Required by transformers. A drafter ties no weights.
 
@@ -130,6 +152,13 @@ class GumihoConfig(PreTrainedConfig):
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    attention_windows: list[int | None] | None = None
+    attention_causal: list[bool] | None = None
+    markov_rank: int = 0
+    has_own_head: bool = False
     converted_from: str | None = None
     tie_word_embeddings: bool = False
 
@@ -155,6 +184,9 @@ class GumihoConfig(PreTrainedConfig):
         if not isinstance(self.model, LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        if self.is_block:
+            check_block(self)
+            smallest["num_serial_tokens"] = 0
         values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
         values["model.num_hidden_layers"] = self.model.num_hidden_layers, 1
         for name, (value, minimum) in values.items():
@@ -162,8 +194,8 @@ class GumihoConfig(PreTrainedConfig):
                 raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
-        if self.serial_head not in ("gumiho", "eagle3"):
-            raise UserValueError(f"`serial_head` must be 'gumiho' or 'eagle3', got {self.serial_head!r}.")
+        if self.serial_head not in ("gumiho", "eagle3", "block"):
+            raise UserValueError(f"`serial_head` must be 'gumiho', 'eagle3' or 'block', got {self.serial_head!r}.")
         ids = self.target_layer_ids
         if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
             raise UserValueError(
@@ -184,6 +216,8 @@ class GumihoConfig(PreTrainedConfig):
             ValueError: The file describes another kind of model, or an EAGLE head that is not available here.
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
+        if not os.path.isfile(name):
+            check_folder(str(name), has_config=False)
         try:
             with damaged_files_named(name, kwargs):
                 fields, unused = super().get_config_dict(name, **kwargs)
@@ -236,13 +270,29 @@ class GumihoConfig(PreTrainedConfig):
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
         left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        left_out |= set() if self.is_eagle3 else {*_EAGLE3_FIELDS}
+        left_out |= {*_EAGLE3_FIELDS} if self.serial_head == "gumiho" else set()
+        left_out |= set() if self.is_block else {*_BLOCK_FIELDS}
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property
     def is_eagle3(self) -> bool:
         """Whether the serial head is one of EAGLE-3, which has an output head of its own."""
         return self.serial_head == "eagle3"
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the drafter drafts all tokens in one pass over a block, as DFlash and DSpark do."""
+        return self.serial_head == "block"
+
+    @property
+    def drafts_serially(self) -> bool:
+        """Whether each depth of a tree costs a pass."""
+        return self.num_parallel_heads == 0 and not self.is_block
+
+    @property
+    def owns_head(self) -> bool:
+        """Whether the drafter has an output head of its own."""
+        return self.is_eagle3 or self.has_own_head
 
     def layers_read(self, target_config: PreTrainedConfig) -> TargetLayers | None:
         """
@@ -254,7 +304,7 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: The target has too few layers for the defaults of EAGLE-3.
         """
-        if not self.is_eagle3:
+        if self.serial_head == "gumiho":
             return TargetLayers.of(self.target_layer_ids)
         ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
         if ids is None:
@@ -292,6 +342,8 @@ class GumihoConfig(PreTrainedConfig):
     @property
     def max_draft_depth(self) -> int:
         """The longest path this drafter can draft, in tokens."""
+        if self.block_size is not None:
+            return self.block_size if self.sample_from_anchor else self.block_size - 1
         return self.num_serial_tokens + self.num_parallel_heads
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> LlamaConfig:

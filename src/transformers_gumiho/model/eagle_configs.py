@@ -86,6 +86,8 @@ def eagle_fields(
     head = PublishedHead(fields, "eagle_config", name_or_path)
     _check_names(head)
     head.check_fields(_KNOWN_FIELDS, _NEUTRAL)
+    if "sliding_attention" in head.flags.get("layer_types", [])[: head.flags.get("num_hidden_layers")]:
+        raise head.refusal("a head with a sliding window (`layer_types`)")
     head.shapes = shapes or read_shapes()
     head.check_tensors(_KNOWN_TENSORS, _NEEDED_TENSORS)
     is_eagle3 = "layers.0.hidden_norm.weight" in head.shapes

@@ -18,6 +18,7 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, lo
 from ..commands import UserOSError, UserValueError
 from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
+from .block_configs import block_fields, is_block_drafter
 from .draft_vocabulary import (
     check_vocabulary_mask,
     entry_token_ids,
@@ -68,7 +69,8 @@ def released_names() -> list[str]:
 def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for: a drafter's fields, those of
-    a Llama, as the reference writes them, or those of an EAGLE head. `options` are the arguments of `from_pretrained`.
+    a Llama, as the reference writes them, or those of a head of another method. `options` are the arguments of
+    `from_pretrained`.
 
     Raises:
         ValueError: The file describes another kind of model.
@@ -76,6 +78,8 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
         return fields
+    if is_block_drafter(fields):
+        return block_fields(fields, tensor_shapes(name_or_path, options), name_or_path)
     is_small = _is_small(fields)
     # The number of layers may have been copied from the target. The tensors of a folder are seen at once.
     if is_small or claims_to_draft(fields) or os.path.isdir(name_or_path):
@@ -204,7 +208,9 @@ class RenamingOnLoad(WeightRenaming):
 def register_released_names() -> None:
     """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
     # As in vLLM, around the drafter or the serial head alone.
-    modules = "embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition"
+    modules = (
+        "embed_tokens|fc|fc_norm|hidden_norm|input_norm|layers|layer_fusion|lm_head|markov_head|mlp|norm|transition"
+    )
     renamings = [
         RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
@@ -282,8 +288,8 @@ def _accept_new_fusion(
 ) -> None:
     """Accepts a checkpoint that reads one state of the target for a config with several layers."""
     name, layer_ids = repr(str(source)), config.target_layer_ids
-    # An EAGLE-3 head fuses layers by `fc`, whichever they are.
-    if config.is_eagle3 or (layer_ids is None and _FUSION_TENSOR not in unexpected):
+    # Heads of other methods fuse layers by `fc`, whichever they are.
+    if config.serial_head != "gumiho" or (layer_ids is None and _FUSION_TENSOR not in unexpected):
         return
     own_ids = _own_fields(config, source, options).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
@@ -346,7 +352,7 @@ def _drop_extra_heads(drafter: Any, unexpected: set[str], name: str) -> None:
 def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: Mapping[str, Any]) -> None:
     """Makes the vocabulary that a checkpoint holds as a tensor the setting `draft_vocabulary`, unless that is set."""
     config, vocab_size = drafter.config, drafter.config.get_text_config().vocab_size
-    if config.is_eagle3:  # it belongs to the weights
+    if config.serial_head != "gumiho":  # it belongs to the weights
         if config.draft_vocab_size is not None:
             # As it was written: a buffer of another shape or type may hold anything.
             _read_vocabulary("d2t", vocab_size, source, options)

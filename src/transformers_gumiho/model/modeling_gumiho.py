@@ -21,8 +21,9 @@ from .loading import accept_checkpoint
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
-from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
+from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, share_equal
 from .transition import GumihoTransition, GumihoTransitions
+from .wrappers import as_target, unwrap_model
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -59,7 +60,8 @@ class GumihoModel(GumihoPreTrainedModel):
     It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]). The
     target's output head turns its features into tokens. `generation_config` has its [`DraftingSettings`].
 
-    EAGLE heads load as drafters without parallel heads. Those of EAGLE-3 have an output head of their own.
+    EAGLE heads load as drafters without parallel heads. Those of EAGLE-3 have an output head of their own. Block
+    drafters (DFlash, JetSpec, DSpark) draft all tokens in one pass, and have no `forward`.
 
     Example:
 
@@ -107,8 +109,9 @@ class GumihoModel(GumihoPreTrainedModel):
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
-            ValueError: The target's embedding is offloaded.
+            ValueError: `target` is no model of transformers, or its embedding is offloaded.
         """
+        target = as_target(target)
         return cls.from_embedding(target.config, embedding_of(target), **overrides)
 
     @classmethod
@@ -139,8 +142,9 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
         without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
-        embedding if the target's is equal, on the same device and in the same dtype. If the target's is split over
-        processes (`tp_plan`), a drafter without one gets a whole copy; all processes must call this.
+        embedding if the target's is equal, on the same device and in the same dtype, and its own output head, too. If
+        the target's embedding is split over processes (`tp_plan`), a drafter without one gets a whole copy; all
+        processes must call this.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.
@@ -151,19 +155,13 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The drafter has no embedding, and the target's is offloaded or of another shape.
         """
+        if self.config.owns_head:
+            share_equal(self.lm_head.weight, getattr(target.get_output_embeddings(), "weight", None))
         embedding = embedding_of(target)
         if not self.config.has_embedding:
             self.adopt_embedding(embedding)
             return embedding is not None and address_of(self.embed_tokens.weight) == address_of(embedding)
-        own = self.embed_tokens.weight
-        if embedding is None or is_split(embedding):
-            return False
-        rows = embedding[: own.shape[0]]
-        alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
-        if not alike or own.device.type == "meta" or not torch.equal(rows, own):
-            return False
-        own.data = rows
-        return True
+        return share_equal(self.embed_tokens.weight, embedding)
 
     def adopt_embedding(self, embedding: torch.Tensor | None) -> None:
         """
@@ -241,18 +239,19 @@ class GumihoModel(GumihoPreTrainedModel):
     def run_serial_head(
         self,
         fused: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
-        Runs the serial Transformer head.
+        Runs the serial Transformer head, or the layers of a block drafter.
 
         Args:
             fused: What [`fuse`] returned.
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
-                implementation takes, which is then used as it is.
+                implementation takes, which is then used as it is. For a block drafter a list of these, one of each
+                layer.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
             cache: The serial head's cache. Extended in place.
 
@@ -359,3 +358,9 @@ class GumihoModel(GumihoPreTrainedModel):
         # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
+
+
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or wraps; `None` where it is none."""
+    model = unwrap_model(model)
+    return model if isinstance(model, GumihoModel) else None

@@ -141,7 +141,8 @@ class PublishedHead:
         """Returns an error for a head of a kind that is not known here."""
         return UserValueError(
             f"{self.name!r} is {what}. This is not available here: of other methods, EAGLE-1, EAGLE-2 and EAGLE-3 "
-            f"heads with Llama or Qwen3 layers are. Use such a head, or one of Gumiho's, made for your target."
+            f"heads and block drafters (DFlash, JetSpec, DSpark) with Llama or Qwen3 layers are. Use such a head, or "
+            f"one of Gumiho's, made for your target."
         )
 
     def check_fields(self, known: set[str], neutral: Mapping[str, Any]) -> None:
@@ -163,8 +164,6 @@ class PublishedHead:
                     f"a head whose config says that `{name}` is {value!r}, which is not known here (if it changes "
                     f"nothing of the head, remove it)"
                 )
-        if "sliding_attention" in self.flags.get("layer_types", [])[: self.flags.get("num_hidden_layers")]:
-            raise self.refusal("a head with a sliding window (`layer_types`)")
 
     def check_tensors(self, known: re.Pattern[str], needed: tuple[str, ...]) -> None:
         """Raises an error for a tensor of another name, and for a matrix that is missing."""

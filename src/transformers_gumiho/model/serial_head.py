@@ -12,7 +12,9 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..commands import UserValueError
 from ..internals import CACHE_NAME
+from .block_layers import MarkovHead, context_entries
 from .configuration_gumiho import GumihoConfig
 from .layer_fusion import GumihoLayerFusion, normalize_lower
 from .serial_layers import Eagle3FirstLayer, make_layer
@@ -141,4 +143,74 @@ class Eagle3SerialHead(GumihoSerialHead):
         return features if drafter.config.norm_output else drafter.norm(features)
 
 
-SERIAL_HEADS: dict[str, GumihoSerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}
+class BlockHead(GumihoSerialHead):
+    """
+    The body of DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394) and DSpark. A block, the newest token and mask
+    tokens after it, attends to itself and to the target's states, and predicts all of its tokens in one pass.
+
+    `fc` makes one state of those of several layers. It has keys and values in every layer of the drafter, and is never
+    updated. The layers are Qwen3's or Llama's.
+    """
+
+    fuses_tokens = False
+    # A mask of the tokens of `d2t`, a judge of drafts, and copies of parts of the target.
+    ignored_keys = (r"^(?:model\.){0,2}(t2d$|confidence_head\.|verifier_lm_head\.|verifier_norm\.|rotary_emb\.)",)
+
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        llama, num_scored = config.get_text_config(), config.draft_vocab_size
+        drafter.fc = nn.Linear(config.drafter_input_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        drafter.hidden_norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
+        layers = range(llama.num_hidden_layers)
+        drafter.layers = nn.ModuleList(make_layer(llama, index, config.qk_norm) for index in layers)
+        drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
+        drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
+        if config.has_own_head:
+            drafter.lm_head = nn.Linear(llama.hidden_size, num_scored or llama.vocab_size, bias=False)
+        if config.markov_rank:
+            drafter.markov_head = MarkovHead(llama.vocab_size, num_scored or llama.vocab_size, config.markov_rank)
+        if num_scored is not None:
+            drafter.register_buffer("d2t", torch.zeros(num_scored, dtype=torch.long))
+
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        return drafter.hidden_norm(drafter.fc(states.to(drafter.dtype)))
+
+    def write_context(self, drafter: Any, context: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
+        """Adds keys and values of what [`read_target`] returned, `(B, n, H)`, to the cache of every layer."""
+        cos, sin = drafter.rotary_emb(context, position_ids)
+        for index, layer in enumerate(drafter.layers):
+            cache.update(*context_entries(layer.self_attn, context, cos, sin), index)
+
+    def embed_block(self, drafter: Any, tokens: torch.Tensor, num_queries: int) -> torch.Tensor:
+        """Returns the inputs `(B, Q, H)` of the layers: the newest tokens `(B, 1)`, and mask tokens."""
+        block = nn.functional.pad(tokens, (0, num_queries - 1), value=drafter.config.mask_token_id)
+        return drafter.embed_tokens(block).to(drafter.dtype)
+
+    def run(
+        self, drafter: Any, fused: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor, cache: Any, **_: Any
+    ) -> torch.Tensor:
+        """Runs the layers on a block after the context in the cache. `attention_mask` is a list, one of each layer."""
+        position_embeddings, states = drafter.rotary_emb(fused, position_ids), fused
+        for layer, mask in zip(drafter.layers, attention_mask, strict=True):
+            states = layer(
+                states,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=True,
+                position_embeddings=position_embeddings,
+                **{CACHE_NAME: cache},
+            )
+        return states
+
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        raise UserValueError(
+            "A block drafter (DFlash, JetSpec, DSpark) drafts in `generate()`, and has no `forward` over a text. It "
+            "is trained by the tools that make such heads: SpecForge, DeepSpec or speculators."
+        )
+
+    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        return drafter.norm(features)
+
+
+SERIAL_HEADS: dict[str, GumihoSerialHead] = {
+    "gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead(), "block": BlockHead(),
+}  # fmt: skip

@@ -55,6 +55,12 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
+    if config.is_block:
+        method = "dspark" if config.markov_rank else "dflash"
+        raise UserValueError(
+            f"{str(model)!r} is a block drafter. vLLM serves it itself: give it the repository that it was published "
+            f'in as `model`, with `"method": "{method}"`.'
+        )
     if config.converted_from is not None or config.is_eagle3:
         original = repr(config.converted_from) if config.converted_from else "the repository that it was loaded from"
         own = "with parallel heads" if config.num_parallel_heads else "that was saved for transformers"

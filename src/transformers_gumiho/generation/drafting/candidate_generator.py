@@ -91,12 +91,14 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
+        longest_run (`int`, *optional*): Most tokens of a run of the context. Unlimited by default.
 
     The other arguments are those of [`GumihoDrafter`].
     """
 
     context: ContextDrafts | None = None
     break_even: float | None = None
+    longest_run: int | None = None
 
     # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
@@ -137,12 +139,10 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
         device, dtype, (num_rows, num_tokens) = last.device, last.dtype, last.shape[:2]
-        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
-        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
-        num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
+        num_new = cls._num_uncommitted(assistant_model, settings)
         target, memory = session.model, session.memory
         head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
-        is_own = assistant_model.config.is_eagle3
+        is_own = assistant_model.config.owns_head
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
         break_even = settings.break_even
         if break_even is None:
@@ -161,7 +161,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             prompt_chunk_size=prompt_chunk_size,
             context=_context_drafts(session, settings, read_text, prompt_length, num_rows),
             break_even=break_even,
+            longest_run=session.longest_run,
         )
+
+    @staticmethod
+    def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
+        """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
+        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
+        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
+        return max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
 
     def draft_tree(
         self, committed: CommittedTokens, num_missing: int | None = None, max_depth: int | None = None
@@ -219,7 +227,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
         if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
-        return range(settings.num_assistant_tokens + 1, num_missing)
+        longest = num_missing if self.longest_run is None else min(self.longest_run + 1, num_missing)
+        return range(settings.num_assistant_tokens + 1, longest)
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
@@ -313,10 +322,12 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     text_config = config.get_text_config()
     num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
     head = num_tokens * text_config.hidden_size
-    # `fc` of an EAGLE-3 head reads the committed tokens alone.
+    # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
     count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
-    if num_heads:
+    if config.is_block:
+        count += _size(drafter.layers) + head + num_tokens * config.markov_rank
+    elif num_heads:
         count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
         count += 0 if drafter.transition is None else _size(drafter.transition)
     return count

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class GumihoDrafter:
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
         self._takes_boolean_masks = attention_kind(model, model.config.get_text_config()).masks == "boolean"
-        self._transitions = None
+        self._transitions: Any = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
                 self._transitions = DraftTransitions(
@@ -114,13 +115,21 @@ class GumihoDrafter:
         chunk_size = self.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
-            fused = self._fuse(prompt.tokens[:, chunk], prompt.target_states[:, chunk], are_targets=True)
             seen = None if mask is None else mask[:, : chunk.stop]
-            features = self._run_serial_head(fused, seen, prompt.position_ids[:, chunk])
+            features = self._read_chunk(
+                prompt.tokens[:, chunk], prompt.target_states[:, chunk], prompt.position_ids[:, chunk], seen
+            )
             self.cache.commit([chunk.stop - start] * num_rows)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(prompt.tokens.device)
         return features[:, -1:]
+
+    def _read_chunk(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds a part of the prompt to the cache. Returns its serial features `(B, n, H)`."""
+        fused = self._fuse(tokens, target_states, are_targets=True)
+        return self._run_serial_head(fused, mask, position_ids)
 
     def _read(
         self,
@@ -130,15 +139,20 @@ class GumihoDrafter:
         accepted_lengths: list[int] | torch.Tensor,
     ) -> torch.Tensor:
         """Adds committed tokens to the cache. Returns their serial features `(B, n, H)`."""
-        n = tokens.shape[1]
-        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
-        fused = self._fuse(tokens, target_states, are_targets=True)
-        features = self._run_block(fused, *block, position_ids)
+        features = self._run_committed(tokens, target_states, position_ids)
         if isinstance(accepted_lengths, torch.Tensor):
             self.cache.commit_on_device(accepted_lengths)
         else:
             self.cache.commit(accepted_lengths)
         return features
+
+    def _run_committed(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        n = tokens.shape[1]
+        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
+        fused = self._fuse(tokens, target_states, are_targets=True)
+        return self._run_block(fused, *block, position_ids)
 
     def _draft_after(
         self,
@@ -171,7 +185,8 @@ class GumihoDrafter:
         """
         levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self._num_heads > 0:
-            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
+            features = self._run_heads(torch.cat(path_inputs, dim=-1))
+            levels += self._recombine(levels[-1], self.score(features), noise)
         root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
         settings = self.settings
         return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
@@ -188,8 +203,8 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
-            states = self.assistant_model.predict(feature)[:, None]
-            found = self._topk(states, settings.branching_factor, slice(step - 1, step), noise)
+            logits = self.score(self.assistant_model.predict(feature)[:, None])
+            found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
                 levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
@@ -212,15 +227,15 @@ class GumihoDrafter:
         self.cache.num_pending = 0
         return levels, path_inputs
 
-    def _draft_in_parallel(
-        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
-    ) -> list[DraftLevel]:
-        """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
+    def _recombine(self, last_level: DraftLevel, logits: torch.Tensor, noise: torch.Tensor | None) -> list[DraftLevel]:
+        """
+        Returns the levels of all combinations, under the paths of the last serial level, of tokens that one pass
+        predicts: by their logits `(B, heads, P, K)` for each later depth and path.
+        """
         settings = self.settings
         depths = slice(self._num_serial, settings.tree_depth)
-        features = self._run_heads(torch.cat(path_inputs, dim=-1))
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
-        tokens, log_probs = self._topk(features, num_candidates, depths, noise)
+        tokens, log_probs = self._topk(logits, num_candidates, depths, noise)
         if self._transitions is None:
             return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
         above = last_level.first(settings.branching_factor).tokens
@@ -241,13 +256,13 @@ class GumihoDrafter:
         return levels
 
     def _topk(
-        self, features: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
+        self, logits: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the best tokens after features `(B, d, n, H)` of `d` depths, counted from 0, and their draft
+        Returns the best tokens by logits `(B, d, n, K)` of `d` depths, counted from 0, and their draft
         log-probabilities, both `(B, d, n, num_tokens)`; fewer if fewer may be drafted.
         """
-        logits = self.score(features).float()
+        logits = logits.float()
         if noise is None:
             logits = logits * self._scales[depths, None, None].to(logits.device)
         else:
@@ -268,9 +283,7 @@ class GumihoDrafter:
             model = self.assistant_model
             return model.fuse(tokens, model.read_target(features) if are_targets else features)
 
-    def _run_serial_head(
-        self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _run_serial_head(self, fused: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> torch.Tensor:
         with self.around_pass():
             return self.assistant_model.run_serial_head(fused, mask, position_ids, self.cache)
 

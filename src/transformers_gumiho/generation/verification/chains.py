@@ -74,6 +74,8 @@ class ChainCache:
                 layer.record_past = True
                 self._recording.append(layer)
 
+    states = None  # of branches, which it cannot hold
+
     @property
     def lengths(self) -> list[int]:
         """Committed entries of each row."""

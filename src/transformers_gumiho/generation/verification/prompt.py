@@ -10,9 +10,10 @@ from ...model.decoding_settings import DraftingSettings
 from ...model.target_shape import TargetLayers
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
-from .cycle_shapes import CycleShapes, StaticMemory, cycle_shapes
+from .cycle_shapes import CycleShapes, cycle_shapes
 from .placement import input_device
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
+from .target_memory import StaticMemory
 from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits, Unsupported
 from .tree_cache import TreeCache

@@ -15,8 +15,9 @@ from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath, longest_path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
-from .cycle_shapes import CycleShapes, StaticMemory
+from .cycle_shapes import CycleShapes
 from .experts import experts_of_decoding
+from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
@@ -193,6 +194,11 @@ class TargetSession:
             self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)
+
+    @property
+    def longest_run(self) -> int | None:
+        """Most drafts of a path that is verified alone; `None` for any number."""
+        return None if self.cache.states is None else NODES_PER_PASS - 1
 
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """

@@ -15,7 +15,7 @@ from ...commands import UserValueError
 from ...internals import runs_as_defined, without_layer
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers
-from .kept import kept
+from .target_memory import memory_of
 
 
 # Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
@@ -247,7 +247,7 @@ def cut_head(head: Any, token_ids: torch.Tensor | None) -> LogitsFunction:
         def cut() -> list[torch.Tensor]:
             return [parameter.index_select(0, rows) for parameter in whole]
 
-        weight, *bias = kept("cut head", (head, head), whole, (token_ids,), cut)
+        weight, *bias = memory_of(head).derive("cut head", head, whole, (token_ids,), cut)
 
         def read_rows(features: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(features.to(weight.dtype), weight, *bias)
@@ -277,12 +277,14 @@ def head_for_drafting(
     Raises:
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
-    if drafter.config.is_eagle3:
+    if drafter.config.owns_head:
         return _own_head(drafter, draft_vocabulary)
     token_ids = None
     if draft_vocabulary is not None:
-        owners, ids = (target.get_output_embeddings(),) * 2, list(draft_vocabulary)
-        (token_ids,) = kept("draft vocabulary", owners, (), (ids, device), lambda: [torch.tensor(ids, device=device)])
+        owner, ids = target.get_output_embeddings(), list(draft_vocabulary)
+        (token_ids,) = memory_of(owner).derive(
+            "draft vocabulary", owner, (), (ids, device), lambda: [torch.tensor(ids, device=device)]
+        )
     head = output_head(target, token_ids)
     return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
 
@@ -295,7 +297,7 @@ def _own_head(
     if draft_vocabulary is None:
         if own is not None:  # the same tensor in each call, as what others keep depends on it
             made = own
-            (own,) = kept("own tokens", (head, head), (drafter.d2t,), (), lambda: [made])
+            (own,) = memory_of(head).derive("own tokens", head, (drafter.d2t,), (), lambda: [made])
         return cut_head(head, None), own
     ids, device = list(draft_vocabulary), head.weight.device
 
@@ -313,7 +315,7 @@ def _own_head(
         return [token_ids, rows]
 
     mapped = () if own is None else (drafter.d2t,)
-    token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
+    token_ids, rows = memory_of(head).derive("draft vocabulary", head, mapped, (ids, device), find_rows)
     return cut_head(head, rows), token_ids
 
 
@@ -351,3 +353,12 @@ def is_plain_linear(head: nn.Module) -> bool:
         and head.weight.is_floating_point()
         and runs_as_defined(head)
     )
+
+
+def num_scored(head: Any) -> int:
+    """Returns how many tokens an output head scores; 0 where it does not say."""
+    # An adapter may give the width of its features as `out_features`. A quantized weight has another shape.
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return getattr(head, "out_features", 0)

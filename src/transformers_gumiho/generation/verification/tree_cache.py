@@ -22,7 +22,7 @@ from ...internals import mark_static_address
 from ..tree.draft_tree import DraftTree, tree_attention_mask
 from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
 from .tree_states import CONVOLUTIONS, RECURRENCES, TreeStates
 
 

@@ -19,7 +19,7 @@ from ..tree.draft_tree import DraftTree
 from ..tree.recurrence import NodeTerms, take_windows, window_places
 from ..tree.uploads import upload
 from ..tree.walk import AcceptedPath
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
 
 
 # Where layers of a cache keep states, by number.

@@ -11,7 +11,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
 from .. import GumihoTrainingArguments
-from ..data.run_files import sole_writer
+from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .idle_options import check_idle
@@ -62,7 +62,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
         if args.plan or not run.has_begun:
             run.plan()
         if not args.plan:
-            run.run()
+            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+                run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
