@@ -21,6 +21,7 @@ from tiny_configs import small_config
 from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 
 from transformers_gumiho.generation.observers import observing
+from transformers_gumiho.generation.verification import session
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME
 
@@ -126,17 +127,19 @@ def test_a_pause_steps_as_plain_decoding_does() -> None:
     assert_same_cache(drafted[CACHE_NAME], plain[CACHE_NAME])
 
 
-def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes() -> None:
-    """A text that repeats itself grows runs, each twice as long as the one before."""
+def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats itself grows runs, each twice as long as the one before, here up to one of 28."""
     target = make_chain_target("granite_hybrid")
     drafter = make_chain_drafter(target, **SMALL_TREES)
     token = int(target.generate(**make_prompts([5]), max_new_tokens=1)[0, -1])
-    settings = {**make_prompts([5]), "max_new_tokens": 400, "do_sample": False, "sequence_bias": {(token,): 1e4}}
+    settings = {**make_prompts([5]), "max_new_tokens": 150, "do_sample": False, "sequence_bias": {(token,): 1e4}}
     plain = target.generate(**settings)
-    with reading(target) as read:
-        drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=6)
-    assert torch.equal(drafted, plain)
-    assert max(read[1:]) == 64
+    for longest in (28, 20):
+        monkeypatch.setattr(session, "NODES_PER_PASS", longest + 1)
+        with reading(target) as read:
+            drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=7)
+        assert torch.equal(drafted, plain)
+        assert max(read[1:]) == longest + 1
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])

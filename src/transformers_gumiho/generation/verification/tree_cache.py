@@ -136,7 +136,8 @@ class TreeCache(Cache):
         # Layers that read the keys and values of another one have none of their own, nor have those of states alone.
         pairs = [(TreeCacheLayer(), old) for old in cache.layers]
         filled = [(new, old) for new, old in pairs if getattr(old, "keys", None) is not None]
-        states = TreeStates.of(cache.layers, memory, can_rewind)
+        has_states = any(isinstance(layer, STATE_LAYERS) for layer in cache.layers)
+        states = TreeStates(cache.layers, memory, can_rewind) if has_states else None
         num_rows = filled[0][1].keys.shape[0] if states is None else states.num_rows
         tree_cache = cls(num_rows, max(capacity, length), memory)
         tree_cache.states = states

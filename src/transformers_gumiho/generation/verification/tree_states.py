@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...internals import mark_static_address
 from ..tree.draft_tree import DraftTree
@@ -92,12 +91,6 @@ class TreeStates:
                         alike[kind, state.shape, state.dtype, state.device][kind, index, number] = state
         self._groups = [self._group(states) for states in alike.values()]
         self._prompt = [group.buffer.clone() for group in self._groups] if keeps_prompt else []
-
-    @classmethod
-    def of(cls, layers: Sequence[Any], memory: StaticMemory | None, keeps_prompt: bool) -> "TreeStates | None":
-        """Returns the states of these layers, `None` if they have none."""
-        has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-        return cls(layers, memory, keeps_prompt) if has_states else None
 
     @property
     def num_rows(self) -> int:
@@ -202,9 +195,10 @@ class TreeStates:
     def restore(self) -> None:
         """Leaves the states to the caller's layers. Ends the use of this object."""
         self.undo()
-        for group in self._groups if self._memory is not None else []:
-            self._memory = None
-            self._hand_out(group, group.buffer.clone())  # static memory is for the next generation
+        if self._memory is not None:
+            self._memory = None  # it is for the next generation
+            for group in self._groups:
+                self._hand_out(group, group.buffer.clone())
 
     def _forget(self) -> None:
         self._tree, self._added, self._places = None, {}, {}
