@@ -214,7 +214,9 @@ class TargetSession:
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
         masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
         self.cache.begin_pass(tree)
-        mask = self.traits.mask_argument(masks)
+        mask = next(iter(masks.values()), None)
+        if len(masks) > 1:
+            mask = dict.fromkeys(self.traits.state_kinds) | masks
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
             outputs, captured = self._run_target(tree.tokens, self.cache, mask, num_nodes, position_ids=position_ids)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -61,7 +60,7 @@ class TargetTraits:
             them, and they may be computed from a mask of padding, which passes over trees have not.
         foreign: Code of other packages in its passes: an attention function that a user registered, or the
             [`foreign_code`]. A trial of some 300 tokens says whether it verifies drafts.
-        has_states: Whether layers keep states.
+        state_kinds: Kinds of layers that keep states alone, and take no mask.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
@@ -74,7 +73,7 @@ class TargetTraits:
     cache_class: type | None
     unused_outputs: dict[str, bool]
     foreign: frozenset[Any]
-    has_states: bool
+    state_kinds: tuple[str, ...]
     tree_obstacle: str | None
 
     @classmethod
@@ -96,7 +95,7 @@ class TargetTraits:
             cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
             foreign=foreign_code(target) | ({attention.registered} - {None}),
-            has_states=is_stateful(target) or not kinds.isdisjoint(_STATES),
+            state_kinds=tuple(sorted(kinds & _STATES)),
             tree_obstacle=_tree_obstacle(target, config, kinds) or attention.tree_obstacle,
         )
         if not traits.foreign or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
@@ -115,12 +114,6 @@ class TargetTraits:
     def counts_entries(self) -> bool:
         """Whether its cache says how many tokens it has read. One of states does not."""
         return not self.is_chain and bool(self.windows)
-
-    def mask_argument(self, masks: dict[str, torch.Tensor | None]) -> Any:
-        """Returns what its `forward` takes for the masks of its kinds of attention, none of which hides padding."""
-        if len(masks) <= 1:
-            return next(iter(masks.values()), None)
-        return dict.fromkeys(_STATES) | masks if self.has_states else masks
 
     def make_cache(self) -> Any:
         """Returns an empty cache, as `generate()` or the target makes it; `None` if the first pass makes it."""
