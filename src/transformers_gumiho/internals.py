@@ -317,7 +317,17 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
-def supports_sdpa(target: PreTrainedModel) -> bool:
+def commit_of(config: PreTrainedConfig) -> str | None:
+    """Returns the commit of the Hub that a config was loaded from; `None` for one of a folder."""
+    return getattr(config, "_commit_hash", None)
+
+
+def adopt_eager_attention(config: PreTrainedConfig) -> None:
+    """Makes layers with this config compute eager attention, the only one that some have."""
+    config._attn_implementation = "eager"
+
+
+def supports_sdpa(target: Any) -> bool:
     """Whether the target's layers can use `sdpa` attention."""
     return bool(target._supports_sdpa)
 
@@ -425,7 +435,7 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Returns what `module.modules()` does in another order, in a quarter of the time: each call reads them all."""
+    """Returns what `module.modules()` does, in another order and sooner: each call of `generate()` reads them all."""
     found, known = [module], {module}
     for parent in found:  # grows while it is read
         new = [child for child in parent._modules.values() if child is not None and child not in known]

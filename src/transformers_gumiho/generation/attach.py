@@ -16,6 +16,7 @@ from ..commands import UserValueError
 from ..files import check_folder
 from ..internals import ENTRY, extend_generation_step, named_arguments, prepared_request
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
+from ..model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
 from .verification.continuation import check_multi_token_decode
 from .verification.cycle_shapes import with_eager_decoder
@@ -39,6 +40,7 @@ def attach(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> GumihoM
     Args:
         target: The target, or a wrapper of it: a `PeftModel`, a compiled model, or one in data parallelism.
         drafter: The drafter, or its folder or name on the Hub. Then it is loaded to the target's device and dtype.
+            `"mtp"` stands for the multi-token prediction layers in the target's own checkpoint.
 
     Returns:
         The drafter.
@@ -190,7 +192,8 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
 
     Args:
         target: The target.
-        name: The folder or name.
+        name: The folder or name; `"mtp"` for the target's own MTP layers. Another target's name stands for the MTP
+            layers of that one.
         place: Where the drafter is kept; by default, where the newest attachment of the target is.
 
     Raises:
@@ -198,12 +201,16 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
         ValueError: It is another model.
     """
     named = (place or memory_of(target).attachments[-1]).named
-    source = os.path.abspath(name) if os.path.isdir(name) else str(name)
-    files, device = _files_of(name), drafter_device(target)
+    is_own = str(name) == OWN_MTP_LAYERS
+    where = target.config.name_or_path if is_own else name
+    source = os.path.abspath(where) if os.path.isdir(where) else str(where)
+    files, device = _files_of(where), drafter_device(target)
     drafter, known_files = named.get(source, (None, None))
     if drafter is None or (known_files, drafter.device, drafter.dtype) != (files, device, target.dtype):
-        check_folder(str(name), has_config=False)
-        drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=device)
+        # A drafter that is known needs no request to the Hub.
+        where, options = own_mtp_layers(target.config) if is_own else (where, {})
+        check_folder(str(where), has_config=False)
+        drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **options)
         if drafter.config.has_embedding:  # others read the target's in the first call
             drafter.share_embedding(target)
         named[source] = drafter, files

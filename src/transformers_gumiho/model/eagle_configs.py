@@ -49,6 +49,8 @@ _LLAMA_TYPES = ("llama", "qwen2", "mixtral", "qwen3")
 _DRAFTERS = re.compile(
     r"eagle|medusa|hydra|dflash|dspark|mtp|nextn|speculator|^draft_|parallel_drafting|pard_", re.IGNORECASE
 )
+# Fields by which targets count or describe their own MTP layers.
+_OF_TARGETS = re.compile(r"num_mtp_layers|num_nextn_predict_layers|mtp_.+")
 # Tensors that drafters have and language models have not.
 _OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
 
@@ -56,7 +58,8 @@ _OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     """Whether a `config.json` says that it is a drafter's, of another method than Gumiho. Some do not say it."""
     architectures = fields.get("architectures")
-    names = [fields.get("model_type"), *(architectures if isinstance(architectures, list) else ()), *fields]
+    names = [fields.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
+    names += [name for name in fields if not _OF_TARGETS.fullmatch(name)]
     return any(_DRAFTERS.search(str(name)) for name in names)
 
 

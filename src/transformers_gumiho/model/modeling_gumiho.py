@@ -11,13 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
-from ..files import damaged_files_named
+from ..files import PLACES, damaged_files_named
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
 from .loading import accept_checkpoint
+from .mtp_checkpoint import has_mtp_layers, read_mtp_layers
+from .mtp_layouts import mtp_settings
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
@@ -93,9 +95,11 @@ class GumihoModel(GumihoPreTrainedModel):
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
-        own = [type(module).__name__ for module in (self.layers[0], self.transition) if module is not None]
+        own = [type(module).__name__ for module in (self.serial_layers[0], self.transition) if module is not None]
         self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
         self.gradient_checkpointing = False
+        # Of the output head that a target's checkpoint has for its MTP layer.
+        self.own_head_rows: torch.Tensor | None = None
         self.set_generation_config(GenerationConfig.from_model_config(config))
         self.post_init()
 
@@ -195,19 +199,29 @@ class GumihoModel(GumihoPreTrainedModel):
                 layers of the target than it is asked to; its vocabulary does not fit; or its config is that of
                 another kind of model.
         """
+        source, options = pretrained_model_name_or_path, kwargs
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-        if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
-            # The tensors show that it is an EAGLE head. transformers does not hand their place to the config.
-            where = kwargs.pop("config", None) or pretrained_model_name_or_path
+        is_named = not isinstance(kwargs.get("config"), GumihoConfig)
+        if is_named and (kwargs.get("variant") is not None or has_mtp_layers(source, kwargs)):
+            # The tensors show what it is. transformers does not hand their place to the config.
+            where = kwargs.pop("config", None) or source
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
             fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
-            kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
-        with damaged_files_named(pretrained_model_name_or_path, kwargs):
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        model.load_generation_config(kwargs)
-        accept_checkpoint(model, info, pretrained_model_name_or_path, kwargs, allow_mismatch)
+            options = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
+        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        config = options.get("config")
+        if isinstance(config, GumihoConfig) and config.is_of_target(source):
+            tensors, own_head_rows = read_mtp_layers(source, options)
+            elsewhere = {name: value for name, value in options.items() if name not in PLACES}
+            model, info = super().from_pretrained(None, *args, state_dict=tensors, **loading, **elsewhere)
+            model.own_head_rows = own_head_rows
+            settings = GenerationConfig(**mtp_settings(config.get_text_config()))
+            model.set_generation_config(options.get("generation_config") or settings)
+        else:
+            with damaged_files_named(source, options):
+                model, info = super().from_pretrained(source, *args, **loading, **options)
+            model.load_generation_config(options)
+        accept_checkpoint(model, info, source, options, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -262,6 +276,11 @@ class GumihoModel(GumihoPreTrainedModel):
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         return self.serial_head.run(self, fused, attention_mask, position_ids, cache, **kwargs)
+
+    @property
+    def serial_layers(self) -> nn.ModuleList:
+        """The layers of the serial head."""
+        return self.serial_head.layers(self)
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """

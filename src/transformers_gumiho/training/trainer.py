@@ -196,7 +196,8 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             width = self.drafter.config.get_text_config().hidden_size
-            if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
+            config = self.drafter.config
+            if not config.is_eagle3 and config.mtp_reads_normed:  # the noise is of the size of normalized states
                 drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
         settings = {

@@ -31,6 +31,10 @@ _CONFLICTING_SETTINGS = (
 )  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+# Output heads that differ by less than this share of their size are taken for the same.
+_HEAD_TOLERANCE = 0.1
+# By output head, the drafters whose checkpoints have the same one.
+_same_heads: WeakKeyDictionary[Any, WeakSet[GumihoModel]] = WeakKeyDictionary()
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
@@ -213,6 +217,11 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
+    if _has_other_head(target, drafter):
+        raise Unsupported(
+            f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
+            f"target's, which is not available here. Use a drafter that was trained for this target."
+        )
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
     find_layers(target, layers)
@@ -224,6 +233,23 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"layers {list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with "
             f"others, pass them as `target_layer_ids=[...]` to `from_pretrained`."
         )
+
+
+def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
+    """Whether a drafter's checkpoint has an output head that is not the target's, as far as that can be read."""
+    head, rows = target.get_output_embeddings(), drafter.own_head_rows
+    same = _same_heads.setdefault(head, WeakSet())
+    if rows is None or drafter in same:
+        return False
+    weight = getattr(head, "weight", None)
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
+        return False
+    # A copy in another precision is near, and that of a target that was trained further, too.
+    own = weight[: len(rows)].detach().float()
+    if (own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm():
+        return True
+    same.add(drafter)
+    return False
 
 
 def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: TargetLayers) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...internals import CACHE_NAME, modules_of
 from ..tree.draft_tree import DraftTree, map_tensors, single_path
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath, longest_path, pick
+from ..tree.walk import Path, longest_path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
@@ -214,7 +214,7 @@ class TargetSession:
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
         masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
         self.cache.begin_pass(tree)
-        mask = next(iter(masks.values()), None)
+        mask: Any = next(iter(masks.values()), None)
         if len(masks) > 1:
             mask = dict.fromkeys(self.traits.state_kinds) | masks
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
@@ -230,7 +230,7 @@ class TargetSession:
             return nullcontext
         return masked_attention(self.model, attention.name, attention_classes(modules_of(self.model.get_decoder())))
 
-    def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
+    def keep(self, path: Path, output: TargetOutput) -> CommittedTokens:
         """
         Keeps the accepted nodes of the newest pass in the cache. Returns the committed tokens with the states of their
         nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
@@ -269,7 +269,7 @@ class TargetSession:
             None if mask is None else mask[:, -num_known:],
         )
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # In a row that has just ended the root is its last token. It stays, as plain decoding runs it while other rows
         # continue.
         num_entries = [
@@ -277,7 +277,7 @@ class TargetSession:
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
         ]
         self._has_ended = [length == 0 for length in path.accepted_lengths]
-        self.cache.keep_path(replace(path, accepted_lengths=num_entries))
+        self.cache.keep_path(path.nodes, num_entries)
 
     def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
@@ -308,7 +308,7 @@ class TargetSession:
         if self.shapes.are_fixed:
             text = replace(text, depths=text.depths.clamp(max=tree.max_depth), max_depth=tree.max_depth)
         self.run_tree(text)
-        self.cache.keep_path(AcceptedPath(columns[:, :longest].to(self.device), tokens[:, :longest], lengths))
+        self.cache.keep_path(columns[:, :longest].to(self.device), lengths)
 
     def _run_target(
         self, tokens: torch.Tensor, cache: Any, attention_mask: Any, num_logits: int, **inputs: Any

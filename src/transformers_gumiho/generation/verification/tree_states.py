@@ -17,7 +17,6 @@ from ...internals import mark_static_address
 from ..tree.draft_tree import DraftTree
 from ..tree.recurrence import NodeTerms, take_windows, window_places
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath
 from .target_memory import StaticMemory
 
 
@@ -149,16 +148,16 @@ class TreeStates:
         return value
 
     # 2. After it.
-    def keep(self, path: AcceptedPath) -> None:
-        """Moves the states of each row on to the end of its accepted part of `path`."""
-        lengths = upload(path.accepted_lengths, path.nodes.device)[:, None]
+    def keep(self, path: torch.Tensor, accepted_lengths: Sequence[int]) -> None:
+        """Moves the states of each row on along the first `accepted_lengths[b]` nodes of `path` `(B, L)`."""
+        lengths = upload(accepted_lengths, path.device)[:, None]
         for group in self._groups:
             device = group.buffer.device
-            nodes, kept = path.nodes.to(device), lengths.to(device)
+            nodes, kept = path.to(device), lengths.to(device)
             if self._has_branches:
                 after = self._convolved if group.keys[0][0] == CONVOLUTIONS else self._recurred
                 group.buffer.copy_(after(group, nodes, kept))
-            elif min(path.accepted_lengths) == 0 and group.before is not None:
+            elif min(accepted_lengths) == 0 and group.before is not None:
                 is_kept = (kept > 0).view(-1, *[1] * (group.buffer.ndim - 2))
                 group.buffer.copy_(group.buffer.where(is_kept, group.before))
         self._forget()

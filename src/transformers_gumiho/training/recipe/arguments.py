@@ -121,7 +121,7 @@ class RecipeArguments(WritingArguments):
     num_eval_rows: float = option(
         "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128, at_least=0
     )
-    drafter: str | None = option("Continue training this drafter.")
+    drafter: str | None = option("Continue training this drafter; `mtp`: the MTP layer of the target.")
     num_parallel_heads: int | None = option(
         "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.", at_least=1
     )

@@ -16,8 +16,8 @@ from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
 from ...files import check_files, damaged_files_named
+from ...model.checkpoint_files import stored_dtype
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import resolve_layer_ids
 from .. import (
