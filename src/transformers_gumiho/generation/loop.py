@@ -94,7 +94,7 @@ def decode_with_tree(
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents.begin(len(input_ids), observers)
+    events = GenerationEvents(observers, len(input_ids))
     with ExitStack() as running:
         # Dropout would draw numbers between those of the target's tokens.
         running.enter_context(in_eval_mode(assistant_model))
@@ -109,6 +109,9 @@ def decode_with_tree(
                 settings,
                 max_new_tokens=sequences.max_length - sequences.prompt_length,
                 layers=assistant_model.config.layers_read(target.config),
+                # Other drafters read a state together with the token after it.
+                read_target=assistant_model.read_target if assistant_model.config.is_block else None,
+                holds_layers=bool(events.observers),
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
@@ -125,7 +128,9 @@ def decode_with_tree(
             generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
+        session.finish(
+            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
+        )
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:

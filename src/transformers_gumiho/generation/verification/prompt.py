@@ -1,5 +1,6 @@
 """The prefill of a generation, as plain decoding runs it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .cycle_shapes import CycleShapes, cycle_shapes
 from .placement import input_device
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_memory import StaticMemory
-from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
+from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits, Unsupported
 from .tree_cache import TreeCache
 
@@ -88,6 +89,8 @@ def read_prompt(
     *,
     max_new_tokens: int,
     layers: TargetLayers | None = None,
+    read_target: ReadTarget | None = None,
+    holds_layers: bool = True,
 ) -> TargetSession:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
@@ -97,6 +100,9 @@ def read_prompt(
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
         layers: The layers that the drafter reads.
+        read_target: What a drafter makes of their states that needs no tokens for it.
+        holds_layers: Whether somebody else reads them, so that they are held until the prompt has run. Else each pass
+            of a long prompt is read at its end.
 
     Returns:
         The session that continues from here.
@@ -106,11 +112,12 @@ def read_prompt(
     shapes, keeps_cache = _prepare_cache(model, traits, generation_config, model_kwargs, num_nodes)
     cache = model_kwargs[name]
     # 2. What the pass may replace in the arguments is read before it.
-    reader = FeatureReader(model, layers)
+    reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
+    num_before = 0 if cache is None or not traits.counts_entries else cache.get_seq_length()
     of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
-    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
+    read_pass = None if read_target is None or holds_layers else reader.read_pass
+    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache, num_before = outputs[name], 0
@@ -159,8 +166,9 @@ def read_prompt(
         session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
+        can_rewind = keeps_cache and batch_size > 1
         in_windows = None if shapes.are_fixed else num_nodes
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, in_windows)
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
@@ -189,7 +197,11 @@ def _prepare_cache(
 
 
 def _run_prompt(
-    reader: FeatureReader, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    reader: FeatureReader,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    read_pass: Callable[[CapturedPass], CapturedPass] | None = None,
 ) -> tuple[Any, TargetStates]:
     """Returns the target's outputs for the prompt, and its states."""
     config = reader.target.config.get_text_config(decoder=True)
@@ -198,7 +210,7 @@ def _run_prompt(
         # layers for the last token only. The drafter needs the states of the entire prompt.
         model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
-        begin_capture()
+        begin_capture(read_pass)
         outputs = run_prompt(reader.target, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
 
@@ -232,7 +244,7 @@ def _is_replaced(
 
 def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
     """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
-    if traits.is_chain:
+    if not traits.counts_entries:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
     traits.check_is_written(cache, num_before)
