@@ -15,7 +15,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 from transformers_gumiho.generation.observers import GenerationObserver, observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.tree.walk import Path
 from transformers_gumiho.generation.verification import target_memory, traits
 from transformers_gumiho.generation.verification.chains import ChainCache
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
@@ -72,7 +72,7 @@ class Depths(GenerationObserver):
         self.depths: list[int] = []
         self.accepted_lengths: list[list[int]] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         self.depths.append(int(tree.depths.max()))
         self.accepted_lengths.append(path.accepted_lengths)
 

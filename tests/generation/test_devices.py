@@ -21,8 +21,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
@@ -196,7 +196,7 @@ class Cycles(GenerationObserver):
         self.waits: list[int] = []
         self.num_tokens: list[int] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: walk.Path) -> None:
         self.waits.append(len(self.machine.waits))
         self.num_tokens.append(max(path.accepted_lengths))
 

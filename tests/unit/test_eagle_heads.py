@@ -388,44 +388,25 @@ def test_tensors_that_are_missing_are_named(tmp_path: Path) -> None:
 # For heads of eight numbers.
 LONGROPE = {"type": "longrope", "short_factor": 4 * [1.0], "long_factor": 4 * [2.0]}
 WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"num_attention_heads": "4"}, "`num_attention_heads` must be an integer above 0, got '4'"),
     ({"num_attention_heads": 0}, "`num_attention_heads` must be an integer above 0, got 0"),
     ({"num_attention_heads": None}, "gives no `num_attention_heads`"),
     ({"num_attention_heads": 8}, "q_proj.weight` has 32 rows for 8 heads .*k_proj.weight` has 16 for 2"),
-    ({"num_key_value_heads": 4}, "q_proj.weight` has 32 rows for 4 heads .*k_proj.weight` has 16 for 4"),
     ({"num_attention_heads": 3}, "q_proj.weight` has 32 rows for 3 heads"),
     ({AUX: [2.0, 4.0, 5.0]}, rf"`{AUX}` must be a list of integers, got \[2\.0, 4"),
-    ({AUX: ["2", "4", "5"]}, rf"`{AUX}` must be a list of integers, got \['2"),
-    ({"eagle_config": {AUX: 5}}, rf"`{AUX}` must be a list of integers, got 5"),
     ({"eagle_config": [1]}, r"`eagle_config` must be an object, got \[1\]"),
     ({"norm_output": "false"}, "`norm_output` must be true or false, got 'false'"),
     ({"architectures": "LlamaForCausalLM"}, "`architectures` must be a list of names, got 'LlamaForCausalLM'"),
-    ({"architectures": 3}, "`architectures` must be a list of names, got 3"),
     ({"model_type": 3}, "`model_type` must be a name, got 3"),
     ({"hidden_act": "swish2"}, "`hidden_act` must be an activation that transformers has, got 'swish2'"),
     ({"torch_dtype": "float99"}, "`torch_dtype` must be a dtype of PyTorch, got 'float99'"),
     ({"rms_norm_eps": "1e-3"}, "'rms_norm_eps' expected float, got str"),
     ({"rope_theta": "100"}, "`rope_theta` must be a number above 0, got '100'"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object, got 'linear'"),
-    ({"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, r"a rotary embedding that is not known: .*\['yarn'\]"),
     ({"rope_scaling": {"type": "linear"}}, "`factor` of a linear rotary embedding must be a number above 0, got None"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, "`factor` of .* must be a number above 0, got '2'"),
-    ({"rope_scaling": {"type": "linear", "factor": [2.0]}}, r"`factor` of .* must be a number above 0, got \[2\.0\]"),
-    (
-        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
-        "`beta_fast` of a yarn rotary embedding must be a number, got '32'",
-    ),
-    ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "`low_freq_factor` of a llama3 rotary .* got None"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}}, "`beta_fast` of .* be a number, got '32'"),
     ({"rope_scaling": LONGROPE | {"short_factor": 3 * [1.0]}}, r"`short_factor` .* a list of 4 numbers .*got \[1\.0,"),
-    ({"rope_scaling": LONGROPE | {"long_factor": 1.0}}, r"`long_factor` of .* a list of 4 numbers .*got 1\.0"),
-    ({"rope_scaling": LONGROPE | {"long_factor": []}}, r"`long_factor` of .* a list of 4 numbers .*got \[\]"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5}}, r"gives `rope_theta` as 100\.0 and as 5"),
     ({"eagle_config": {"rope_theta": 5.0}}, r"gives `rope_theta` as 100\.0 and as 5\.0"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "as 'linear' and as 'yarn'"),
-    (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 4.0}},
-        r"gives `factor` as 4\.0 and as 2\.0",
-    ),
 ]  # fmt: skip
 
 

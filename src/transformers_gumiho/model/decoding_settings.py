@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..commands import UserError, UserValueError
-from ..files import damaged_files_named
+from ..files import PLACES, damaged_files_named
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import vocabulary_fault
 from .loading import find_packaged_folder
@@ -34,7 +34,7 @@ NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
 _right_vocabulary: list[tuple[int, Any]] = []
 # Arguments of `from_pretrained` that say where a file is read.
-_LOADING_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_LOADING_ARGUMENTS = (*PLACES, "force_download")
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
 # drafter ranks first more often than its probability says.

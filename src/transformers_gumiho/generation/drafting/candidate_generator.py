@@ -1,7 +1,5 @@
 """The draft trees of a generation: the drafter's, the context's, and when the drafter pauses."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, ClassVar, Literal
@@ -20,7 +18,7 @@ from ..verification.session import CommittedTokens, TargetSession
 from ..verification.target_states import find_decoder, head_for_drafting
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
-from .drafter import GumihoDrafter, last_of_rows
+from .drafter import GenerationView, GumihoDrafter, last_of_rows
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
@@ -115,12 +113,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         session: TargetSession,
         assistant_model: GumihoModel,
         settings: DraftingSettings,
-        *,
-        read_text: Callable[[Sequence[int]], list[list[int]]],
-        prompt_length: int,
-        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None],
-        around_pass: Callable[[], AbstractContextManager[None]],
-        prompt_chunk_size: int | None,
+        generation: GenerationView,
     ) -> "GumihoCandidateGenerator":
         """
         Returns the candidate generator of a generation.
@@ -129,10 +122,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             session: The target's session, after the prefill.
             assistant_model: The drafter.
             settings: Its settings for the batch.
-            read_text: Takes an index for each row, and returns the row's tokens from it on.
-            prompt_length: Tokens of the prompt in each row, padding included.
-            peek_noise: Returns the noise `(B, draws, K)` of the next draws, as for [`GumihoDrafter`].
-            around_pass, prompt_chunk_size: As for [`GumihoDrafter`].
+            generation: What the drafter sees of the generation.
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
@@ -153,11 +143,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             shapes=session.shapes,
             token_ids=token_ids,
             head_module=head_module,
-            peek_noise=peek_noise,
-            # A compiled function cannot call observers.
-            around_pass=nullcontext if session.shapes.are_compiled else around_pass,
-            prompt_chunk_size=prompt_chunk_size,
-            context=_context_drafts(session, settings, read_text, prompt_length, num_rows),
+            generation=generation,
+            context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
         )
 
@@ -277,11 +264,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
 
 def _context_drafts(
-    session: TargetSession,
-    settings: DraftingSettings,
-    read_text: Callable[[Sequence[int]], list[list[int]]],
-    prompt_length: int,
-    num_rows: int,
+    session: TargetSession, settings: DraftingSettings, generation: GenerationView, num_rows: int
 ) -> ContextDrafts | None:
     """Returns the drafts by prompt lookup, if the settings ask for them."""
     # No tree has a longer path.
@@ -290,10 +273,10 @@ def _context_drafts(
         return None
     mask, starts = session.prompt.mask, [0] * num_rows
     # A prompt given as `inputs_embeds` has a mask, but no tokens.
-    if mask is not None and prompt_length == mask.shape[1]:
+    if mask is not None and generation.prompt_length == mask.shape[1]:
         starts = mask.long().argmax(dim=1).tolist()
     vocab_size = session.traits.config.vocab_size
-    return ContextDrafts(read_text, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+    return ContextDrafts(generation.tokens_from, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
 
 
 def estimate_break_even(

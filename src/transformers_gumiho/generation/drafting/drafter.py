@@ -1,6 +1,6 @@
 """Drafting one tree: serial passes, one parallel pass, and the choice of the best nodes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,32 @@ from ..verification.tree_cache import TreeCache
 from .transitions import DraftTransitions, extend_paths
 
 
+class GenerationView:
+    """
+    What a drafter sees of the generation that it drafts for. This one shows nothing; the loop's shows its own.
+
+    Attributes:
+        prompt_length: Tokens of the prompt in each row, padding included.
+        prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
+        drafter_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
+    """
+
+    prompt_length: int = 0
+    prompt_chunk_size: int | None = None
+    drafter_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        """Returns the text's tokens of each row from index `starts[b]` on."""
+        return [[] for _ in starts]
+
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """
+        Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids` `(K,)` or
+        for all; `None` in greedy decoding, and if it cannot be known.
+        """
+        return None
+
+
 @dataclass(eq=False)
 class GumihoDrafter:
     """
@@ -38,10 +64,7 @@ class GumihoDrafter:
         shapes: Shapes of the cycles. By default they follow the text.
         token_ids (`(K,)`, *optional*): Ids of the tokens that `lm_head` scores. By default all of the vocabulary.
         head_module (*optional*): The module that `lm_head` runs. What is computed with it is kept for later calls.
-        peek_noise: For sampling: returns the Gumbel noise `(B, draws, K)` of the target's next draws, or `None` if it
-            cannot be known. Called with the number of draws and `token_ids`.
-        around_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
-        prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
+        generation ([`GenerationView`], *optional*): The generation that is drafted for.
     """
 
     assistant_model: GumihoModel
@@ -51,9 +74,7 @@ class GumihoDrafter:
     shapes: CycleShapes = field(default_factory=CycleShapes)
     token_ids: torch.Tensor | None = None
     head_module: nn.Module | None = None
-    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None
-    around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
-    prompt_chunk_size: int | None = None
+    generation: GenerationView = field(default_factory=GenerationView)
 
     def __post_init__(self) -> None:
         model, settings = self.assistant_model, self.settings
@@ -79,6 +100,9 @@ class GumihoDrafter:
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
         for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
             mark_static_address(tensor)
+        # A compiled function cannot call observers.
+        self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
+        # Of the class and not of this object, which would be compiled anew in each call.
         self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
 
     @property
@@ -90,7 +114,7 @@ class GumihoDrafter:
     @gqa_without_copies()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
-        noise = None if self.peek_noise is None else self.peek_noise(self.settings.tree_depth, self.token_ids)
+        noise = self.generation.peek_noise(self.settings.tree_depth, self.token_ids)
         if noise is not None:
             noise = noise * self._scales[:, None].to(noise.device)
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
@@ -113,7 +137,7 @@ class GumihoDrafter:
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
-        chunk_size = self.prompt_chunk_size or num_tokens
+        chunk_size = self.generation.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
             seen = None if mask is None else mask[:, : chunk.stop]

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from ...commands import UserValueError
 from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath
+from ..tree.walk import Path
 from .session import TargetOutput, TargetSession, text_positions
 from .tree_cache import CONVERTIBLE_LAYERS
 
@@ -113,11 +113,11 @@ class ChainCache:
         """Notes that the newest pass has run in all layers. An interrupted one is undone in all of them."""
         self._has_run = True
 
-    def keep_path(self, path: AcceptedPath) -> None:
-        """Keeps as many nodes of the newest pass, from the root on, as the longest of the accepted lengths."""
+    def keep(self, num_accepted: int) -> None:
+        """Keeps the first nodes of the newest pass, from the root on."""
         self.end_pass()
-        self._num_accepted += max(path.accepted_lengths)
-        self._length += max(path.accepted_lengths)
+        self._num_accepted += num_accepted
+        self._length += num_accepted
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
@@ -169,9 +169,9 @@ class ChainSession(TargetSession):
             self._catch_up(tree.tokens)
         return self._run(self._with_padding(tree.tokens.to(self.device), has_ended))
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # Rows that have ended keep as many, which are padding there.
-        self.cache.keep_path(path)
+        self.cache.keep(max(path.accepted_lengths))
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...internals import CACHE_NAME, modules_of
 from ..tree.draft_tree import DraftTree, map_tensors, padded_root
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath, pick
+from ..tree.walk import Path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
@@ -220,7 +220,7 @@ class TargetSession:
             return nullcontext
         return masked_attention(self.model, attention.name, attention_classes(modules_of(self.model.get_decoder())))
 
-    def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
+    def keep(self, path: Path, output: TargetOutput) -> CommittedTokens:
         """
         Keeps the accepted nodes of the newest pass in the cache. Returns the committed tokens with the states of their
         nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
@@ -247,8 +247,12 @@ class TargetSession:
             text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
-        states, position_ids, mask = self.prefill.states.target_states, self.prefill.position_ids, self.prompt.mask
+        read, position_ids, mask = self.prefill.states, self.prefill.position_ids, self.prompt.mask
         del self.prefill
+        states, read_target = read.target_states, self.reader.read_target
+        if read_target is not None and not read.are_read:
+            states = read_target(states)
+        del read
         # A model that puts an image before the text (GIT) has more states than positions.
         num_known = min(states.shape[1], text.shape[1], position_ids.shape[1])
         return CommittedTokens(
@@ -259,7 +263,7 @@ class TargetSession:
             None if mask is None else mask[:, -num_known:],
         )
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # In a row that has just ended the root is its last token. It stays, as plain decoding runs it while other rows
         # continue.
         num_entries = [
@@ -267,7 +271,7 @@ class TargetSession:
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
         ]
         self._has_ended = [length == 0 for length in path.accepted_lengths]
-        self.cache.keep_path(replace(path, accepted_lengths=num_entries))
+        self.cache.keep_path(path.nodes, num_entries)
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
@@ -284,7 +288,7 @@ class TargetSession:
             num_unused = tree.tokens.shape[1] - 1 if self.shapes.are_fixed else 0
             self.run_tree(padded_root(last_tokens, num_unused, tree.max_depth))
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
-            self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
+            self.cache.keep_path(roots, [max(number, 0) for number in num_missing])
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
     def _run_target(
