@@ -47,6 +47,7 @@ class TargetMemory:
         was_recorded: Whether a served folder has begun to record, or has tried to.
         verdicts: Of trials, by what was tried. The oldest go first.
         derived: Tensors that were computed from weights, by the module that other weights belong to, and by name.
+        first_cycles: What the first drafted cycles with a drafter committed.
         static: The tensors of compiled generations that ended, by rows and capacity.
     """
 
@@ -56,6 +57,7 @@ class TargetMemory:
     was_recorded: bool = False
     verdicts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     derived: WeakKeyDictionary[nn.Module, dict[str, _Derived]] = field(default_factory=WeakKeyDictionary)
+    first_cycles: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary)
     static: dict[tuple[int, int], "StaticMemory"] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # or calls outside of inference mode could not use the tensors
