@@ -6,12 +6,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
@@ -93,7 +88,6 @@ class GumihoModel(GumihoPreTrainedModel):
         self.serial_head = SERIAL_HEADS[config.serial_head]
         self.serial_head.add_modules(self, config)
         self._keys_to_ignore_on_load_unexpected = set(self.serial_head.ignored_keys)
-        self.rotary_emb = LlamaRotaryEmbedding(config=llama)
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
@@ -268,26 +262,7 @@ class GumihoModel(GumihoPreTrainedModel):
         if position_ids is None:
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
-        mask = create_causal_mask(
-            config=self.rotary_emb.config,  # the drafter's text config
-            inputs_embeds=fused,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{CACHE_NAME: cache},
-        )
-        position_embeddings = self.rotary_emb(fused, position_ids)
-        features = fused
-        for layer in self.layers:
-            features = layer(
-                features,
-                attention_mask=mask,
-                position_ids=position_ids,
-                use_cache=cache is not None,
-                position_embeddings=position_embeddings,
-                **{CACHE_NAME: cache},
-                **kwargs,
-            )
-        return self.serial_head.finish(self, features)
+        return self.serial_head.run(self, fused, attention_mask, position_ids, cache, **kwargs)
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """

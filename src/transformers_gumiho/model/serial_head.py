@@ -1,5 +1,5 @@
 """
-What differs between the serial heads of drafters: how they read the target, take a token in, and predict states.
+What differs between the serial heads of drafters: how they read the target, take a token in, run, and predict states.
 
 A serial head has no state of its own. Its modules stay on the drafter, under the names of published checkpoints.
 """
@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from ..internals import CACHE_NAME
 from .configuration_gumiho import GumihoConfig
 from .layer_fusion import GumihoLayerFusion, normalize_lower
 from .serial_layers import Eagle3FirstLayer, make_layer
@@ -37,6 +40,7 @@ class GumihoSerialHead:
         )
         drafter.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
         drafter.layers = nn.ModuleList(make_layer(llama, index) for index in range(llama.num_hidden_layers))
+        drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
         # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
         drafter.layers[0].input_layernorm = nn.Identity()
 
@@ -52,9 +56,39 @@ class GumihoSerialHead:
         """Maps the embeddings of tokens and the states before them to the inputs of the layers."""
         return drafter.fc(torch.cat((embeddings, states), dim=-1))
 
-    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        """Maps the output of the last layer to the features, which are fed back."""
-        return states
+    def run(
+        self,
+        drafter: Any,
+        fused: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """
+        Maps the inputs of the layers to the features `(B, T, H)`, which are fed back. The arguments are those of
+        [`GumihoModel.run_serial_head`].
+        """
+        mask = create_causal_mask(
+            config=drafter.rotary_emb.config,  # the drafter's text config
+            inputs_embeds=fused,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **{CACHE_NAME: cache},
+        )
+        position_embeddings = drafter.rotary_emb(fused, position_ids)
+        features = fused
+        for layer in drafter.layers:
+            features = layer(
+                features,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=cache is not None,
+                position_embeddings=position_embeddings,
+                **{CACHE_NAME: cache},
+                **kwargs,
+            )
+        return features
 
     def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
         """Maps features to the states that an output head scores."""
@@ -77,6 +111,7 @@ class Eagle3SerialHead(GumihoSerialHead):
         drafter.fc = nn.Linear(width, llama.hidden_size, bias=config.gumiho_fc_bias)
         further = (make_layer(llama, index, config.qk_norm) for index in range(1, llama.num_hidden_layers))
         drafter.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
+        drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
         drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=eps)
         drafter.lm_head = nn.Linear(llama.hidden_size, config.draft_vocab_size or llama.vocab_size, bias=False)
         drafter.input_norm = LlamaRMSNorm(width, eps=eps) if config.norm_before_fc else None
@@ -98,8 +133,9 @@ class Eagle3SerialHead(GumihoSerialHead):
     def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return torch.cat((embeddings, states), dim=-1)
 
-    def finish(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        return drafter.norm(states) if drafter.config.norm_output else states
+    def run(self, drafter: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        features = super().run(drafter, *args, **kwargs)
+        return drafter.norm(features) if drafter.config.norm_output else features
 
     def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
         return features if drafter.config.norm_output else drafter.norm(features)
