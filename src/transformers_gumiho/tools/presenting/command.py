@@ -137,7 +137,12 @@ def demo(args: DemoArguments) -> None:
     _check_address(args.host, args.port or 0)
     page = make_page(args)
     with as_user_errors():  # the port may be taken by now
-        page.launch(server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True)
+        # Quiet, because Gradio would advertise public links.
+        _, address, _ = page.launch(
+            server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True, quiet=True
+        )
+    sys.stdout.write(f"Open {address} in a browser. Ctrl-C ends the page.\n")
+    sys.stdout.flush()
     try:
         while True:  # Gradio's own loop would swallow Ctrl-C
             time.sleep(1)

@@ -42,8 +42,8 @@ def write_new_pieces(answer: Answer, stream: TextIO, colors: bool) -> Callable[[
 
     def write() -> None:
         nonlocal num_written
-        for text, is_draft in answer.pieces[num_written:]:
-            stream.write(colored(text, colors and is_draft))
+        for piece in answer.pieces[num_written:]:
+            stream.write(colored(piece.text, colors and piece.is_draft))
         num_written = len(answer.pieces)
         stream.flush()
 
