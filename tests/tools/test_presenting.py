@@ -604,7 +604,7 @@ def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
         ["generate", *OPTIONS],
         ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"],
     ):
-        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho.cli", *words]))
+        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho_cli", *words]))
         subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
     assert (tmp_path / "t.svg").exists()
 

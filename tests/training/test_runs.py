@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainerState
 
-from transformers_gumiho.files import sole_writer
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
+from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.command import run_train_command
 from transformers_gumiho.training.recipe.defaults import device_defaults

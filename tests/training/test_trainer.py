@@ -32,6 +32,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 # Its name in newer releases of transformers, which warn of the other one.
@@ -60,7 +61,7 @@ def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: 
     trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, unroll_serial_head=unroll)
     ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
     states = target.model(ids).last_hidden_state
-    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll)
+    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head if unroll else None)
     loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights())
     embedding = weights_of(drafter.embed_tokens)
     trainer.train()
@@ -264,7 +265,7 @@ def test_evaluation_is_the_agreement_of_the_drafts_with_the_target(target: PreTr
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
         states = target.model(ids).last_hidden_state
-        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head)
         features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
         for position, predicted in enumerate(features):
             drafts = target.lm_head(predicted).argmax(dim=-1)[0]

@@ -17,6 +17,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel, GumihoOutput
 from transformers_gumiho.generation import hooks
 from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 def make_model(**overrides: Any) -> GumihoModel:
@@ -201,7 +202,7 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None
     """At each position, one run of the serial head over the text up to there, going on from its own features."""
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
     ids, states = inputs["input_ids"], inputs["hidden_states"]
-    output = model(**inputs, unroll=True)
+    output = model(**inputs, unroll=unroll_serial_head)
     assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
     torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
     for position in range(9 - num_serial_tokens):
@@ -221,10 +222,10 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None
 @pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
 def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: int) -> None:
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
-    whole = model(**inputs, unroll=True)
+    whole = model(**inputs, unroll=unroll_serial_head)
     for length in range(1, num_serial_tokens + 3):
         short = {name: values[:, :length] for name, values in inputs.items()}
-        output = model(**short, unroll=True)
+        output = model(**short, unroll=unroll_serial_head)
         torch.testing.assert_close(output.serial_features, whole.serial_features[:, :length])
         num_paths = max(length - num_serial_tokens, 0)
         torch.testing.assert_close(output.parallel_features, whole.parallel_features[:, :, :num_paths])
@@ -234,8 +235,8 @@ def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: in
             torch.testing.assert_close(found, expected[:, : max(length - step, 0)])
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
+@pytest.mark.parametrize("unroll", [None, unroll_serial_head])
+def test_texts_packed_into_a_row_do_not_see_each_other(unroll: Callable[..., Any] | None) -> None:
     model, inputs = make_model(), make_inputs()
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
     packed = model(**inputs, position_ids=positions, unroll=unroll)
@@ -244,8 +245,8 @@ def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
 
 
 def test_unrolling_refuses_a_cache() -> None:
-    with pytest.raises(ValueError, match="`unroll=True` reads a text in one pass"):
-        make_model()(**make_inputs(), unroll=True, use_cache=True)
+    with pytest.raises(ValueError, match="`unroll` reads a text in one pass"):
+        make_model()(**make_inputs(), unroll=unroll_serial_head, use_cache=True)
 
 
 def test_batched_heads_equal_the_heads_one_by_one_after_training_and_loading() -> None:
@@ -293,8 +294,8 @@ def test_cache_continues_the_serial_head() -> None:
     assert rest.cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_left_padding_changes_nothing(unroll: bool) -> None:
+@pytest.mark.parametrize("unroll", [None, unroll_serial_head])
+def test_left_padding_changes_nothing(unroll: Callable[..., Any] | None) -> None:
     model, inputs = make_model(), make_inputs(1)
     alone = model(**inputs, unroll=unroll)
     padded = {name: torch.cat((torch.ones_like(value[:, :3]), value), dim=1) for name, value in inputs.items()}
@@ -335,7 +336,7 @@ def wrap_layers(model: GumihoModel) -> None:
 
 
 @pytest.mark.parametrize("change", [checkpoint_layers, wrap_layers])
-@pytest.mark.parametrize("unrolling", [{}, {"unroll": True}], ids=["text", "unrolled"])
+@pytest.mark.parametrize("unrolling", [{}, {"unroll": unroll_serial_head}], ids=["text", "unrolled"])
 def test_layers_that_keep_no_activations_have_the_same_gradients(
     change: Callable[[GumihoModel], None], unrolling: dict[str, Any]
 ) -> None:

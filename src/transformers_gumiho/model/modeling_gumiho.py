@@ -1,5 +1,6 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,6 @@ from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
 from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
 from .transition import GumihoTransition, GumihoTransitions
-from .unrolling import unroll_serial_head
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -288,7 +288,7 @@ class GumihoModel(GumihoPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
-        unroll: bool = False,
+        unroll: Callable[..., Any] | None = None,
         serial_only: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
@@ -303,13 +303,13 @@ class GumihoModel(GumihoPreTrainedModel):
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             cache (`Cache`, *optional*): The serial head's cache; extended in place.
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
-            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
-                feature instead of the target's state, at every position, as it happens in drafting. For training and
-                evaluation, without a cache.
+            unroll (`Callable`, *optional*): What drafts every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. Training and
+                evaluation give `unroll_serial_head` of `transformers_gumiho.training.unrolling`, without a cache.
             serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
-            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
+            ValueError: The shapes do not fit together, or `unroll` is given with a cache.
         """
         width = self.config.drafter_input_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
@@ -317,14 +317,14 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
-        if unroll and (cache is not None or use_cache):
-            raise UserValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
+        if unroll is not None and (cache is not None or use_cache):
+            raise UserValueError("`unroll` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
         unrolled_features = path_inputs = None
-        if unroll:
-            serial_features, unrolled_features, path_inputs = unroll_serial_head(
+        if unroll is not None:
+            serial_features, unrolled_features, path_inputs = unroll(
                 self, input_ids, fused, attention_mask, position_ids, **kwargs
             )
         else:

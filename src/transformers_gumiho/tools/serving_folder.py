@@ -12,7 +12,7 @@ from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, ma
 from ..files import damaged_files_named
 from ..generation.attach import is_drafter
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.open_text import load_tokenizer
+from ..training.data.open_text import load_tokenizer
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -11,13 +11,13 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..commands import UserValueError
-from ..files import Record
 from ..internals import attention_implementation
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import state_width
 from ..model.wrappers import unwrap_drafter
 from .arguments import PARTS
 from .collator import GumihoDataCollator
+from .data.run_files import Record
 from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 from .losses.positions import count_positions
 from .target_features import OnlineFeatures

@@ -23,10 +23,10 @@ from torch.utils.data import ConcatDataset, Subset
 from transformers import AutoConfig
 
 from ..commands import UserFileNotFoundError, UserOSError, UserValueError
-from ..files import Record, way_out
 from ..generation.verification.target_states import TargetStates, cut_head, scaled_head
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
+from .data.run_files import Record, way_out
 from .target_features import OnlineFeatures
 
 

@@ -17,14 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
-from ..files import Record, sole_writer
 from ..generation.verification.placement import input_device
-from ..generation.verification.target_states import TargetStates, why_not_finite
-from ..model.fingerprint import model_fingerprint
+from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
+from .data.run_files import Record, sole_writer
+from .data.target_runs import why_not_finite
 from .feature_cache import (
     MADE_FROM,
     TARGET_FOLDER,

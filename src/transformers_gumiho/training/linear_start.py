@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer
 
 from ..commands import UserValueError
-from ..generation.verification.target_states import why_not_finite
 from ..model.modeling_gumiho import GumihoModel
+from .data.target_runs import why_not_finite
 
 
 # Tokens that the guess is fitted on. On SmolLM2-135M-Instruct 48,000 were as good as 750,000: the target's own choice

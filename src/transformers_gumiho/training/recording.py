@@ -17,14 +17,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..commands import UserValueError, as_user_errors
-from ..files import Record, sole_writer
 from ..generation.observers import ignore_calls, observe_calls
 from ..internals import version_of
-from ..model.fingerprint import adapters_of, model_fingerprint
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import unwrap_model
-from .data.fingerprint import tokenizer_fingerprints
+from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
+from .data.run_files import Record, sole_writer
 from .feature_cache import (
     MADE_FROM,
     MANIFEST,

@@ -15,13 +15,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..commands import UserFloatingPointError, UserValueError
-from ..generation.verification.target_states import TargetStates, why_not_finite
+from ..generation.verification.target_states import TargetStates
 from ..internals import drive_one_device
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
 from .collator import GumihoDataCollator, collate_all
+from .data.target_runs import why_not_finite
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
@@ -32,6 +33,7 @@ from .model_card import model_card_of
 from .muon import muon_of
 from .scores import agreement_metrics, evaluation_metrics, score_predictions, shared_tau
 from .target_features import OnlineFeatures, add_noise
+from .unrolling import unroll_serial_head
 
 
 class GumihoTrainer(Trainer):
@@ -195,7 +197,10 @@ class GumihoTrainer(Trainer):
             if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
                 drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
-        settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
+        settings = {
+            "unroll": unroll_serial_head if args.unroll_serial_head else None,
+            "serial_only": args.train_only == "serial",
+        }
         output = self._forward(model, inputs, drafter_input, **settings)
         _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
@@ -231,7 +236,7 @@ class GumihoTrainer(Trainer):
             states = self.target_features.states(inputs)
             if not torch.isfinite(states.last).all():
                 raise UserFloatingPointError(why_not_finite(states.last.dtype))
-            output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
+            output = self._forward(model, inputs, self.drafter_input(states), unroll=unroll_serial_head)
             scored = output, states.last, self.target_features.lm_head(states.last), inputs["loss_mask"]
             token_ids, _, draft_head = self._restriction.heads(states.last)
             settings: dict[str, Any] = {

@@ -31,11 +31,6 @@ _CONFLICTING_SETTINGS = (
 )  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-# In place of what a target's own config may say, where commands generate: one row for each prompt, which drafts.
-ONE_ROW_EACH: dict[str, Any] = {
-    "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "use_cache": True,
-    "stop_strings": None, "prompt_lookup_num_tokens": None,
-}  # fmt: skip
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"

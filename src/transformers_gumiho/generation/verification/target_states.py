@@ -351,9 +351,3 @@ def is_plain_linear(head: nn.Module) -> bool:
         and head.weight.is_floating_point()
         and runs_as_defined(head)
     )
-
-
-def why_not_finite(dtype: torch.dtype) -> str:
-    """Says what to do where a target of this dtype computes numbers that are not finite."""
-    cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
-    return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."

@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ...commands import UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
-from ...generation.verification.requirements import ONE_ROW_EACH, check_pair
+from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import load_tokenizer
+from ...training.data.open_text import load_tokenizer
+from ...training.data.target_runs import ONE_ROW_EACH
 from .arguments import DraftingArguments, PairArguments
 
 

@@ -13,7 +13,7 @@ from ...commands import UserOSError, UserValueError, make_folder, option
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn
+from ...training.data.open_text import encode_turn
 from ..measuring.modes import Prompts, Runner
 from ..measuring.prompts import read_prompts
 from ..pairs import PairArguments, load_pair, own_settings, prompts_field

@@ -10,8 +10,8 @@ from huggingface_hub import HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
-from ...files import sole_writer
 from .. import GumihoTrainingArguments
+from ..data.run_files import sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .idle_options import check_idle

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig
 from .. import GumihoTrainingArguments
 from ..data.fingerprint import (
@@ -15,6 +14,7 @@ from ..data.fingerprint import (
     file_fingerprint,
     tokenizer_fingerprints,
 )
+from ..data.run_files import Record
 from ..feature_cache import MADE_FROM
 from ..writing.local import own_settings
 from .arguments import RecipeArguments, WritingArguments

@@ -15,9 +15,8 @@ from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import Record, damaged_files_named
+from ...files import damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.open_text import encode_turn
 from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
@@ -29,7 +28,9 @@ from .. import (
 )
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..data.open_text import encode_turn
 from ..data.preparation import split_rows
+from ..data.run_files import Record
 from ..feature_cache import (
     MADE_FROM,
     MANIFEST,

@@ -15,11 +15,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import Record, check_files
+from ...files import check_files
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn, load_tokenizer
 from ...model.target_shape import resolve_layer_ids
 from .. import (
     CachedFeatures,
@@ -30,7 +29,9 @@ from .. import (
     prepare_dataset,
 )
 from ..data.conversations import first_question
+from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
+from ..data.run_files import Record
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from .arguments import RecipeArguments
 from .progress import Bar, Progress

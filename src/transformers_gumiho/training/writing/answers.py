@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import MalformedRowError
-from ...model.open_text import with_template_kwargs
 from ..data.conversations import Example, first_question, read_row
+from ..data.datasets import MalformedRowError
 from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from ..data.open_text import with_template_kwargs
 from ..data.preparation import plain_rows
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Sampling, Task

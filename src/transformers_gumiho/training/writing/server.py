@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserOSError, UserValueError
-from ...files import MalformedRowError
+from ..data.datasets import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
 
