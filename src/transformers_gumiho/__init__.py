@@ -13,7 +13,7 @@ from .generation.attach import attach, attached, detach
 from .generation.drafting.candidate_generator import GumihoCandidateGenerator
 from .generation.hooks import GumihoGenerationMixin, install
 from .generation.loop import GumihoGenerateOutput
-from .generation.verification.cycle_shapes import free_memory
+from .generation.verification.target_memory import free_memory
 from .model.configuration_gumiho import GumihoConfig
 from .model.decoding_settings import DraftingSettings
 from .model.loading import register_released_names

@@ -411,7 +411,7 @@ def test_the_log_says_once_that_chains_are_drafted(caplog: pytest.LogCaptureFixt
     with caplog.at_level("WARNING"):
         for _ in range(2):
             target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
-    assert caplog.text.count("GPTNeoForCausalLM cuts its local attention windows") == 1
+    assert caplog.text.count("GPTNeoForCausalLM masks its attention by cache slot") == 1
     assert caplog.text.count("Falling back to chain drafts (`branching_factor=1`)") == 1
     # What is refused verifies nothing.
     refused = make_chain_target("jamba")

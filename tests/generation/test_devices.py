@@ -21,8 +21,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.trial import _measured
@@ -128,7 +128,7 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]
         assert [input_device(target), drafter_device(target)] == devices
         assert accelerators_of(target) == devices
-        assert attach.load_drafter(target, "drafter").device == devices[1]
+        assert attach.named_drafter(target, "drafter").device == devices[1]
     assert accelerators_of(make_target()) == []
 
 
@@ -196,7 +196,7 @@ class Cycles(GenerationObserver):
         self.waits: list[int] = []
         self.num_tokens: list[int] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: walk.Path) -> None:
         self.waits.append(len(self.machine.waits))
         self.num_tokens.append(max(path.accepted_lengths))
 

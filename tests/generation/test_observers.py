@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import GenerationEvents, GenerationObserver, Stage, observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.tree.walk import Path
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.tools.measuring.timing import stage_timer
 
@@ -27,7 +27,7 @@ class Recorder(GenerationObserver):
     def __init__(self) -> None:
         self.events: list[str] = []
         self.batch_sizes: list[int] = []
-        self.cycles: list[tuple[DraftTree, AcceptedPath]] = []
+        self.cycles: list[tuple[DraftTree, Path]] = []
 
     def on_generation_begin(self, batch_size: int) -> None:
         self.batch_sizes.append(batch_size)
@@ -38,7 +38,7 @@ class Recorder(GenerationObserver):
     def on_stage_end(self, stage: Stage) -> None:
         self.events.append(f"/{stage}")
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         self.events.append("cycle")
         self.cycles.append((tree, path))
 

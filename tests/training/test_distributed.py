@@ -24,7 +24,7 @@ MODES = {
     "ddp": ["--multi_gpu"],
     "fsdp": [
         "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-        "--fsdp_state_dict_type", "FULL_STATE_DICT",
+        "--fsdp_state_dict_type", "SHARDED_STATE_DICT",  # which is gathered
     ],
     "zero3": ["--config_file", str(ZERO3)],
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from transformers.utils import logging
 from ..internals import CACHE_NAME, in_eval_mode
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
+from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import GumihoCandidateGenerator
+from .drafting.drafter import GenerationView
 from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
@@ -34,9 +37,14 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
 
     Args:
         accepted_lengths (`list[list[int]]`):
-            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
-            mean is the acceptance length tau. The first token comes from the prefill and counts in no cycle. A sampled
-            row that is far ahead of the others takes one token per cycle.
+            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. The mean
+            of the drafted cycles is the acceptance length tau; that of all cycles, the tokens per pass. The first token
+            comes from the prefill and counts in no cycle. A sampled row that is far ahead of the others takes one token
+            per cycle.
+        draft_origins (`list[str]`):
+            For each cycle, where its drafts came from, the same for all rows: the "drafter", also where prompt lookup
+            added some; the "context" for a run of prompt lookup alone; "pause" while the drafter paused; or "end" if
+            nothing was drafted, because one token was missing.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
             number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.
@@ -68,6 +76,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     accepted_lengths: list[list[int]] | None = None
+    draft_origins: list[str] | None = None
     tree_sizes: list[int] | None = None
 
 
@@ -116,18 +125,11 @@ def decode_with_tree(
         # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         sequences.records.add_prompt(session.prefill.hidden_states)
-        sequences.commit(chooser.walk(tree, session.prefill.logits))
+        chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            drafts = GumihoCandidateGenerator.after_prompt(
-                session,
-                assistant_model,
-                settings,
-                read_text=sequences.tokens_from,
-                prompt_length=sequences.prompt_length,
-                peek_noise=chooser.peek_noise,
-                around_pass=events.each("drafter_pass"),
-                prompt_chunk_size=generation_config.prefill_chunk_size,
-            )
+            view = _View(sequences, chooser, events, generation_config.prefill_chunk_size)
+            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
         session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
     if streamer is not None:
@@ -135,6 +137,27 @@ def decode_with_tree(
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
     return _output(sequences, session.prompt.cache)
+
+
+class _View(GenerationView):
+    """What the drafter sees of this generation."""
+
+    def __init__(
+        self,
+        sequences: CommittedSequences,
+        chooser: TokenChooser,
+        events: GenerationEvents,
+        prompt_chunk_size: int | None,
+    ):
+        self._sequences, self._chooser = sequences, chooser
+        self.prompt_length, self.prompt_chunk_size = sequences.prompt_length, prompt_chunk_size
+        self.drafter_pass = events.each("drafter_pass")
+
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        return self._sequences.tokens_from(starts)
+
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        return self._chooser.peek_noise(num_draws, token_ids)
 
 
 def _run_cycles(
@@ -150,15 +173,15 @@ def _run_cycles(
     while not sequences.finished:
         # 1. Draft a tree after the committed tokens.
         with events.stage("draft"):
-            tree = drafts.draft_tree(committed, sequences.num_missing)
+            tree = drafts.draft_tree(committed, sequences.num_missing, session.max_depth)
         events.tree(drafts.origin)
         # 2. Verify all of its nodes in one pass of the target.
         with events.stage("verify"):
             output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
         # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
-        path = sequences.commit(chooser.walk(tree, output.logits))
+        path = chooser.commit_path(tree, output.logits)
         events.cycle(tree, path)
-        sequences.records.add_cycle(tree, path, output.hidden_states)
+        sequences.records.add_cycle(tree, drafts.origin.source, path, output.hidden_states)
         # 4. Roll the cache back to the accepted path.
         committed = session.keep(path, output)
         events.states(output.states, path)
@@ -169,13 +192,15 @@ def _output(sequences: CommittedSequences, cache: Any) -> GumihoGenerateOutput:
     records, num_steps = sequences.records, sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
     accepted_lengths = records.accepted_lengths(num_removed)
+    num_cycles = max(map(len, accepted_lengths))
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=records.scores.until(num_steps),
         logits=records.logits.until(num_steps),
         hidden_states=records.hidden_states(num_steps),
         accepted_lengths=accepted_lengths,
-        tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
+        draft_origins=records.draft_origins[:num_cycles],
+        tree_sizes=records.tree_sizes[:num_cycles],
         **{CACHE_NAME: cache},
     )
 

@@ -1,6 +1,5 @@
 """Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -14,7 +13,8 @@ from torch import nn
 from ..model.modeling_gumiho import GumihoModel
 from .drafting.candidate_generator import DraftOrigin
 from .tree.draft_tree import DraftTree
-from .tree.walk import AcceptedPath, pick
+from .tree.walk import Path, pick
+from .verification.target_memory import memory_of
 from .verification.target_states import TargetStates
 
 
@@ -43,7 +43,7 @@ class GenerationObserver:
     def on_tree(self, origin: DraftOrigin) -> None:
         """Called when a draft tree is made, before its cycle. `origin` is where its tokens come from."""
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         """
         Called when a cycle has committed its tokens, which a streamer has received before. The first token, which the
         prefill predicts, is no cycle.
@@ -109,24 +109,9 @@ def _registrations() -> tuple[_Registration, ...]:
     return found
 
 
-# Makes the observer of a call with this drafter, or `None` where the call is not observed.
-CallObserver = Callable[[GumihoModel], GenerationObserver | None]
-_observers_of_calls: weakref.WeakKeyDictionary[nn.Module, tuple[CallObserver, ...]] = weakref.WeakKeyDictionary()
-
-
-def observe_calls(target: nn.Module, make: CallObserver) -> None:
-    """Makes an observer for each drafted call of a target, in any thread, until [`ignore_calls`]."""
-    _observers_of_calls[target] = (*_observers_of_calls.get(target, ()), make)
-
-
-def ignore_calls(target: nn.Module, make: CallObserver) -> None:
-    """Undoes [`observe_calls`]."""
-    _observers_of_calls[target] = tuple(known for known in _observers_of_calls.get(target, ()) if known != make)
-
-
 def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
     """Returns the observers of a call that begins."""
-    made = (make(drafter) for make in _observers_of_calls.get(target, ()))
+    made = (make(drafter) for make in memory_of(target).observers)
     return tuple(observer for observer in made if observer is not None)
 
 
@@ -166,21 +151,21 @@ class GenerationEvents:
         for observer in self.observers:
             observer.on_tree(origin)
 
-    def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def cycle(self, tree: DraftTree, path: Path) -> None:
         """Reports what a cycle committed, in memory that the next cycle does not overwrite."""
         if not self.observers:
             return
         longest = max(path.accepted_lengths)
         nodes, tokens = (tensor[:, :longest].clone() for tensor in (path.nodes, path.tokens))
         for observer in self.observers:
-            observer.on_cycle(tree, AcceptedPath(nodes, tokens, path.accepted_lengths))
+            observer.on_cycle(tree, Path(nodes, tokens, path.host_tokens))
 
     def prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
         """Reports the target's states of the prompt."""
         for observer in self.observers:
             observer.on_prompt(input_ids, states, mask)
 
-    def states(self, states: TargetStates, path: AcceptedPath) -> None:
+    def states(self, states: TargetStates, path: Path) -> None:
         """Reports the states of the committed path, of all nodes that the target ran."""
         if not self.observers:
             return

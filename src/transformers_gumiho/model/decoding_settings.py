@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..commands import UserError, UserValueError
-from ..files import damaged_files_named
+from ..files import PLACES, damaged_files_named
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import vocabulary_fault
 from .loading import find_packaged_folder
@@ -34,7 +34,7 @@ NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
 _right_vocabulary: list[tuple[int, Any]] = []
 # Arguments of `from_pretrained` that say where a file is read.
-_LOADING_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_LOADING_ARGUMENTS = (*PLACES, "force_download")
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
 # drafter ranks first more often than its probability says.
@@ -165,7 +165,7 @@ class DraftingSettings:
 
         on_cpu = device_type == "cpu"
         depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
-        if config.num_parallel_heads == 0:
+        if config.drafts_serially:
             depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
@@ -220,9 +220,10 @@ class DraftingSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
         if self.tree_depth > config.max_draft_depth:
+            parts = f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads"
             raise UserValueError(
                 f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
-                f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
+                f"{'those of its block' if config.is_block else parts}. {_WHERE}"
             )
         if self.break_even is not None and not _is_positive(self.break_even):
             raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")

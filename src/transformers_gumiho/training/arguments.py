@@ -11,7 +11,7 @@ from .losses.predictors import LossWeights
 
 # The modules of each part that can be trained alone.
 PARTS = {
-    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "layers", "norm"),
+    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "enorm", "hnorm", "layers", "decoder", "norm"),
     "parallel": ("mlp", "transition"),
     "transition": ("transition",),
 }

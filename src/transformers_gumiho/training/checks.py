@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from ..commands import UserValueError
 from ..internals import attention_implementation
-from ..model.modeling_gumiho import GumihoModel
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_shape import state_width
-from ..model.wrappers import unwrap_drafter
+from ..model.wrappers import as_target
 from .arguments import PARTS
 from .collator import GumihoDataCollator
 from .data.run_files import Record
@@ -38,9 +38,14 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for what is no target, and `ValueError` for a loss of the user's, which nothing calls."""
+    """
+    Raises `TypeError` for what is no model, and `ValueError` for one that is no target, and for a loss of the user's,
+    which nothing calls.
+    """
     if not isinstance(target, (nn.Module, OnlineFeatures, CachedFeatures)):
         raise TypeError(f"`target` must be a model or CachedFeatures, got {type(target).__name__}.")
+    if isinstance(target, nn.Module):
+        as_target(target)
     if keywords.get("compute_loss_func") is not None:
         raise UserValueError(
             "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of "

@@ -5,7 +5,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,7 @@ def write_feature_cache(
         record.check(made_from, "Extract features into another folder, or delete this one.")
         state.wait_for_everyone()
         if state.is_main_process:
+            _forget_other_rows(folder, manifest)
             _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
             record.write(made_from | {"model": model})
             _write_target(target, tokenizer, folder, manifest)
@@ -258,6 +259,14 @@ def _write_target(
         pass
     write_target(target, tokenizer, folder)
     manifest.save(folder)
+
+
+def _forget_other_rows(folder: Path, manifest: CacheManifest) -> None:
+    """Deletes shards that hold other rows than these, as after a difference that the user accepted."""
+    with suppress(FileNotFoundError, ValueError):
+        if CacheManifest.load(folder).lengths != manifest.lengths:
+            for path in folder.glob("shard-*.safetensors"):
+                path.unlink()
 
 
 def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -68,7 +68,7 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
     weight.copy_(solution[:, : weight.shape[1]])
     if bias is not None:
         bias.copy_(solution[:, -1])
-    layers: Any = drafter.layers
+    layers: Any = drafter.serial_layers
     for layer in layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

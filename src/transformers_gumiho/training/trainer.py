@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ..commands import UserFloatingPointError, UserValueError
 from ..generation.verification.target_states import TargetStates
@@ -20,7 +21,7 @@ from ..internals import drive_one_device
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
+from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_checkpoint
 from .collator import GumihoDataCollator, collate_all
 from .data.target_runs import why_not_finite
 from .draft_vocabulary import DraftRestriction
@@ -126,6 +127,7 @@ class GumihoTrainer(Trainer):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
+        gather_when_saving(self.accelerator)
         if self.processing_class is not None:
             drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
@@ -194,7 +196,8 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             width = self.drafter.config.get_text_config().hidden_size
-            if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
+            config = self.drafter.config
+            if not config.is_eagle3 and config.mtp_reads_normed:  # the noise is of the size of normalized states
                 drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
         settings = {
@@ -383,9 +386,20 @@ class GumihoTrainer(Trainer):
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
         return self.accelerator.reduce(counts, "sum")
 
+    def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer._evaluate`. With `eval_on_start`, the drafter to begin with may be the best one, too."""
+        metrics = super()._evaluate(trial, *args, **kwargs)
+        if self.state.global_step == 0 and self.args.load_best_model_at_end:
+            self._determine_best_metric(metrics, trial)
+            self._save_checkpoint(self.model, trial)
+        return metrics
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # A broken checkpoint never takes the place of a good one.
         self._check_parameters()
+        if self.state.best_global_step == 0:  # which `Trainer` takes for none
+            first = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-0"
+            self.state.best_model_checkpoint = str(first)
         super()._save_checkpoint(*args, **kwargs)
 
     def _check_parameters(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..model.checkpoint_files import plain_name
 from ..model.draft_vocabulary import is_vocabulary_entry
 from ..model.serial_head import GumihoSerialHead
 from .chain import Chain
@@ -38,14 +39,11 @@ def copy_tensor(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
     place.copy_(tensor)
 
 
-def plain_name(name: str) -> str | None:
-    """
-    Returns the drafter's own name of a tensor, for any of its names in released checkpoints; `None` for tensors that
-    are ignored.
-    """
+def read_name(name: str) -> str | None:
+    """Returns the plain name of a tensor, for any of its names in checkpoints; `None` for tensors that are ignored."""
     if any(re.search(pattern, name) for pattern in GumihoSerialHead.ignored_keys) or "rotary_emb." in name:
         return None
-    return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
+    return plain_name(name)
 
 
 def expected_names(config: Any, chain: Chain) -> set[str]:

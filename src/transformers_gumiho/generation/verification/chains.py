@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from ...commands import UserValueError
 from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath
+from ..tree.walk import Path
 from .session import TargetOutput, TargetSession, text_positions
 from .tree_cache import CONVERTIBLE_LAYERS
 
@@ -113,11 +113,11 @@ class ChainCache:
         """Notes that the newest pass has run in all layers. An interrupted one is undone in all of them."""
         self._has_run = True
 
-    def keep_path(self, path: AcceptedPath) -> None:
-        """Keeps as many nodes of the newest pass, from the root on, as the longest of the accepted lengths."""
+    def keep(self, num_accepted: int) -> None:
+        """Keeps the first nodes of the newest pass, from the root on."""
         self.end_pass()
-        self._num_accepted += max(path.accepted_lengths)
-        self._length += max(path.accepted_lengths)
+        self._num_accepted += num_accepted
+        self._length += num_accepted
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
@@ -169,9 +169,9 @@ class ChainSession(TargetSession):
             self._catch_up(tree.tokens)
         return self._run(self._with_padding(tree.tokens.to(self.device), has_ended))
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # Rows that have ended keep as many, which are padding there.
-        self.cache.keep_path(path)
+        self.cache.keep(max(path.accepted_lengths))
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""
@@ -216,12 +216,12 @@ class ChainSession(TargetSession):
         )
 
     def _image_mask(self, num_new: int) -> dict[str, torch.Tensor]:
-        """Returns which parts of an image each token of the text sees, as plain decoding extends it."""
-        mask = self.model_kwargs.get("cross_attention_mask")
-        if mask is None:
+        """Returns which parts of an image each token of the text sees: new ones see those of the prompt's last."""
+        column = self.model_kwargs.get("cross_attention_mask")
+        if column is None:
             return {}
-        num_missing = self.prompt.length + num_new - mask.shape[1]
-        return {"cross_attention_mask": torch.cat((mask, mask[:, -1:].expand(-1, num_missing, -1, -1)), dim=1)}
+        # Releases before 5.24 read the rows of a pass by their place in the text.
+        return {"cross_attention_mask": column.expand(-1, self.prompt.length + num_new, -1, -1)}
 
     def _attention_mask(self, num_new: int) -> torch.Tensor | None:
         """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""

@@ -5,7 +5,6 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from ..tree.walk import AcceptedPath
 from .chains import ChainCache, held_tensors
 from .traits import TargetTraits, Unsupported
 from .trial import NUM_TOKENS, Rows, Trial, largest_error, run_singly, trial_tokens, tried
@@ -73,10 +72,10 @@ def _run_at_once(trial: Trial) -> list[torch.Tensor]:
     drafts = trial.tried.clone()
     drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
     trial.run(chain.begin_pass(drafts), end)
-    chain.keep_path(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
+    chain.keep(NUM_ACCEPTED)
     rest = trial.tried[:, NUM_ACCEPTED:]
     logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
-    chain.keep_path(AcceptedPath(rest, rest, [rest.shape[1]]))
+    chain.keep(rest.shape[1])
     chain.restore(trial.cache)
     return _results(trial, logits)
 

@@ -1,25 +1,30 @@
 """The target after the prefill: runs one draft tree per pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ...internals import modules_of
+from ...internals import CACHE_NAME, modules_of
 from ..tree.draft_tree import DraftTree, map_tensors, padded_root
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath, pick
+from ..tree.walk import Path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
-from .cycle_shapes import CycleShapes, StaticMemory
+from .cycle_shapes import CycleShapes
 from .experts import experts_of_decoding
+from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
+
+
+# Arguments of the target that each pass makes anew.
+ARGUMENTS_OF_PASSES = (CACHE_NAME, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,8 @@ class TargetSession:
     hooks are removed, and the caller's cache holds what was committed.
 
     Attributes:
-        model_kwargs: As prepared by `generate()`.
+        model_kwargs: The caller's arguments of passes after the prefill.
+        kwargs_per_token: Names of those that have a value for each token; they hold a new token's, `(B, 1, ...)`.
         reader: Reads the target's states.
         cache: The cache of the passes, which holds the prompt.
         max_new_tokens: The most tokens that may follow it.
@@ -152,6 +158,7 @@ class TargetSession:
     model: PreTrainedModel
     traits: TargetTraits
     model_kwargs: dict[str, Any]
+    kwargs_per_token: Set[str]
     reader: FeatureReader
     cache: Any
     prompt: TargetPrompt
@@ -167,11 +174,9 @@ class TargetSession:
         self._listening = ExitStack()
         self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
-        # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
+        # Plain decoding runs no later token.
         self._last_offset = self.max_new_tokens - 2
-        config = self.traits.config
-        has_table = not getattr(config, "rope_parameters", None)
-        self._num_positions: int | None = getattr(config, "max_position_embeddings", None) if has_table else None
+        self._table_end = self._find_table_end()
 
     def __enter__(self) -> "TargetSession":
         self._listening.enter_context(self.reader.listening())
@@ -215,7 +220,7 @@ class TargetSession:
             return nullcontext
         return masked_attention(self.model, attention.name, attention_classes(modules_of(self.model.get_decoder())))
 
-    def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
+    def keep(self, path: Path, output: TargetOutput) -> CommittedTokens:
         """
         Keeps the accepted nodes of the newest pass in the cache. Returns the committed tokens with the states of their
         nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
@@ -254,7 +259,7 @@ class TargetSession:
             None if mask is None else mask[:, -num_known:],
         )
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # In a row that has just ended the root is its last token. It stays, as plain decoding runs it while other rows
         # continue.
         num_entries = [
@@ -262,7 +267,7 @@ class TargetSession:
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
         ]
         self._has_ended = [length == 0 for length in path.accepted_lengths]
-        self.cache.keep_path(replace(path, accepted_lengths=num_entries))
+        self.cache.keep_path(path.nodes, num_entries)
 
     def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
@@ -279,7 +284,7 @@ class TargetSession:
             num_unused = tree.tokens.shape[1] - 1 if self.shapes.are_fixed else 0
             self.run_tree(padded_root(last_tokens, num_unused, tree.max_depth))
             roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
-            self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
+            self.cache.keep_path(roots, [max(number, 0) for number in num_missing])
         self.cache.truncate([max(-number, 0) for number in num_missing])
 
     def _run_target(
@@ -303,17 +308,37 @@ class TargetSession:
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the positions of tokens `offsets` `(B, n)` after the prompt."""
         # Nodes after the last position are never committed.
-        position_ids = self.prompt.next_position + offsets.clamp(max=self._last_offset)
-        return position_ids if self._num_positions is None else position_ids.clamp_(max=self._num_positions - 1)
+        return self.prompt.next_position + offsets.clamp(max=self._last_offset)
+
+    def _find_table_end(self) -> int | None:
+        """Returns how many tokens after the prompt have a position in the target's table; `None` if all have one."""
+        config = self.traits.config
+        size = getattr(config, "max_position_embeddings", None)
+        if size is None or getattr(config, "rope_parameters", None):
+            return None
+        # Of the row whose prompt is the longest.
+        num_left = size - int(self.prompt.next_position.max())
+        return num_left if num_left <= self._last_offset else None
+
+    @property
+    def max_depth(self) -> int | None:
+        """
+        The depth of a tree's last nodes that have a position in the target's table (learned or sinusoidal positions
+        end, rotary ones do not); `None` if all nodes have one. 0 where the root itself is the last, or beyond: there
+        the target does what it does in plain decoding.
+        """
+        if self._table_end is None:
+            return None
+        num_new = max(self.cache.lengths) - self.prompt.length  # the root is the next one
+        return max(self._table_end - 1 - num_new, 0)
 
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
-        """Returns the caller's arguments of every pass, extended to `num_nodes` nodes where needed."""
-        handled = (self.traits.cache_argument, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
-        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in handled}
-        if (types := kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = types[:, -1:].expand(-1, num_nodes)
-        if (types := kwargs.get("mm_token_type_ids")) is not None:
-            kwargs["mm_token_type_ids"] = types.new_zeros(types.shape[0], num_nodes)
+        """Returns the caller's arguments of a pass over `num_nodes` nodes."""
+        known = (*ARGUMENTS_OF_PASSES, self.traits.cache_argument)
+        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in known}
+        for name in self.kwargs_per_token:
+            column = kwargs[name]
+            kwargs[name] = column.expand(-1, num_nodes, *column.shape[2:])
         return kwargs
 
 

@@ -147,8 +147,8 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
         return "routes the tokens of a pass to experts by each other"
     if getattr(config, "cross_attention_layers", None):
         return "has layers that attend to an image instead of the text, which take no draft tree"
-    if "local" in getattr(config, "attention_layers", ()):
-        return "cuts its local attention windows by cache slot, not by the attention mask"
+    if getattr(config, "attention_layers", None):  # GPT-Neo
+        return "masks its attention by cache slot"
     if getattr(config, "attn_temperature_tuning", False):  # of Llama 4; with chunks it verifies chains anyway
         return "scales its attention by cache slot, not by position"
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:

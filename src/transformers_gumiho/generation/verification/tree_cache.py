@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ...internals import mark_static_address
 from ..tree.draft_tree import tree_attention_mask
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
 
 
 # Slots added to outgrown buffers, or a quarter of those in use where that is more.
@@ -191,15 +190,18 @@ class TreeCache(Cache):
         is_alone = self._device_lengths is None and num_new == 1 and self.num_pending == 0 and self._is_uniform
         return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
 
-    def keep_path(self, path: AcceptedPath) -> None:
-        """Moves the entries of the accepted nodes to the slots after the committed ones, and commits them."""
+    def keep_path(self, nodes: torch.Tensor, accepted_lengths: Sequence[int]) -> None:
+        """
+        Moves the entries of the first `accepted_lengths[b]` of the `nodes` `(B, L)` to the slots after the committed
+        ones, and commits them.
+        """
         if self._device_lengths is not None:
             # As many nodes every time; the entries after the accepted ones are dropped again.
-            self._move(path.nodes, self._device_lengths)
-        elif (longest := max(path.accepted_lengths)) > 1:
+            self._move(nodes, self._device_lengths)
+        elif (longest := max(accepted_lengths)) > 1:
             # The root is the first entry and stays where it is.
-            self._move(path.nodes[:, :longest], self.starts(path.nodes.device))
-        self.commit(path.accepted_lengths)
+            self._move(nodes[:, :longest], self.starts(nodes.device))
+        self.commit(accepted_lengths)
 
     def commit(self, accepted_lengths: Sequence[int]) -> None:
         """Commits the first `accepted_lengths[b]` of the newest entries of each row, and drops all others."""

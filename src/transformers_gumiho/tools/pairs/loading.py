@@ -12,6 +12,7 @@ from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
 from ...training.data.open_text import load_tokenizer
 from ...training.data.target_runs import ONE_ROW_EACH
 from .arguments import DraftingArguments, PairArguments
@@ -29,13 +30,15 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
             fit the target.
     """
     args = args.resolved()
-    check_folder(str(args.assistant), has_config=False)
+    is_own = args.assistant == OWN_MTP_LAYERS
+    if not is_own:
+        check_folder(str(args.assistant), has_config=False)
     target, tokenizer = load_target(args)
-    layers = {} if args.target_layer_ids is None else {"target_layer_ids": args.target_layer_ids}
     with as_user_errors():
-        drafter = GumihoModel.from_pretrained(
-            args.assistant, dtype=target.dtype, device_map=drafter_device(target), **layers
-        )
+        name, options = own_mtp_layers(target.config) if is_own else (args.assistant, {})
+        if args.target_layer_ids is not None:
+            options = options | {"target_layer_ids": args.target_layer_ids}
+        drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=drafter_device(target), **options)
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):

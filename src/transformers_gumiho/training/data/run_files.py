@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,32 @@ except ImportError:
 
 # Ends the name of the file with what another one was made from.
 SETTINGS = ".settings.json"
+
+
+# What differs from what records say, where that is allowed.
+_differences: ContextVar[list[str] | None] = ContextVar("differences", default=None)
+_FORCED = "forced.json"
+
+
+@contextmanager
+def differences_kept(folder: Path, is_writer: bool) -> Iterator[None]:
+    """Within this, values that differ from recorded ones are no error, and a file in the folder lists them."""
+    found = forced_differences(folder)
+    token = _differences.set(found)
+    try:
+        yield
+    finally:
+        _differences.reset(token)
+        if found and is_writer:
+            (folder / _FORCED).write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+def forced_differences(folder: Path) -> list[str]:
+    """Returns what differed in a run that was continued all the same."""
+    found, path = _differences.get(), folder / _FORCED
+    if found is not None:
+        return found
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
 class Record:
@@ -57,7 +84,9 @@ class Record:
             for name in sorted(now)
             if name in before and before[name] != now[name]
         ]
-        if changed:
+        if changed and (noted := _differences.get()) is not None:
+            noted += [difference for difference in changed if difference not in noted]
+        elif changed:
             name = str(self.path).removesuffix(SETTINGS)
             raise UserValueError(f"{name!r} was created with different settings: {', '.join(changed)}. {way_out}")
 

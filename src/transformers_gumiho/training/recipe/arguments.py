@@ -101,6 +101,8 @@ class RecipeArguments(WritingArguments):
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
+    force: bool = option("Continue with options that differ from those that a result was begun with.", False)
+    yes: bool = option("Delete what --restart names without asking.", False)
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
     ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
@@ -119,7 +121,7 @@ class RecipeArguments(WritingArguments):
     num_eval_rows: float = option(
         "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128, at_least=0
     )
-    drafter: str | None = option("Continue training this drafter.")
+    drafter: str | None = option("Continue training this drafter; `mtp`: the MTP layer of the target.")
     num_parallel_heads: int | None = option(
         "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.", at_least=1
     )
@@ -225,8 +227,8 @@ HELP = {
     "target and data": [
         "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
         "chat_template_kwargs",
-        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
-        "plan", "ignore_plan", "num_proc",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "yes", "force",
+        "config", "plan", "ignore_plan", "num_proc",
     ],
     "answers of the target": [
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",

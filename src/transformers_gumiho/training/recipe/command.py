@@ -10,8 +10,9 @@ from huggingface_hub import HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from .. import GumihoTrainingArguments
-from ..data.run_files import sole_writer
+from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults
 from .idle_options import check_idle
@@ -42,6 +43,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     """
     args, training_args = _parse(words, {})
     check_idle("train", args, words)
+    if args.drafter == OWN_MTP_LAYERS:
+        args.drafter = _own_layers_of(args.target)
     args.check()
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing
@@ -62,10 +65,21 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
         if args.plan or not run.has_begun:
             run.plan()
         if not args.plan:
-            run.run()
+            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+                run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
+
+
+def _own_layers_of(target: str | None) -> str:
+    """Returns the name of a drafter for `--drafter mtp`: the target's."""
+    if target is None or not has_mtp_layers(target, {}):
+        raise UserValueError(
+            f"--drafter mtp trains the MTP layer in the target's checkpoint, and {target!r} has none. Give a target "
+            f"that has one, or the original model of this target as --drafter."
+        )
+    return target
 
 
 def phases_of(

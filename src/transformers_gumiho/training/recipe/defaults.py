@@ -33,12 +33,15 @@ def device_defaults(words: Sequence[str]) -> dict[str, Any]:
     for name, other in (("save_steps", "eval_steps"), ("eval_steps", "save_steps")):
         if name in given and other not in given:
             found[other] = words_of.get(name, found[name])
-    if given & {"save_strategy", "eval_strategy"}:
-        for name in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"):
-            if name not in given:
-                found.pop(name)
-        if "eval_strategy" not in given:
-            found["eval_strategy"] = "no"
+    if "save_strategy" in given and "eval_strategy" not in given:
+        strategy = words_of.get("save_strategy", found["save_strategy"])
+        found["eval_strategy"] = "steps" if strategy == "best" else strategy
+    if "eval_strategy" in given and "save_strategy" not in given:
+        found["save_strategy"] = words_of.get("eval_strategy", found["eval_strategy"])
+    strategies = [words_of.get(name, found[name]) for name in ("save_strategy", "eval_strategy")]
+    if "no" in strategies or (strategies[0] not in ("best", strategies[1])):
+        for name in {"load_best_model_at_end", "metric_for_best_model", "eval_on_start"} - given:
+            found.pop(name)
     return found
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -165,21 +166,33 @@ class Run:
         return rows
 
     def forget(self, stage: str) -> None:
-        """Removes the results of a stage, or of a phase of the training, and of those after it."""
+        """
+        Removes the results of a stage, or of a phase of the training, and of those after it. It says what it deletes,
+        and asks, unless `--yes` is given; raises `ValueError` where nobody can be asked.
+        """
         order = [*dict.fromkeys(["write", "features", "train", *self.phases, "tune", "evaluate"])]
         if stage not in order:
             raise UserValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
-        if self.is_main:
-            for later in order[order.index(stage) :]:
-                shutil.rmtree(self.work / later, ignore_errors=True)
-            if stage == "write":
-                for path in self.work.glob("answers*"):
-                    path.unlink()
-            if stage in ("write", "features"):
-                shutil.rmtree(self.work / "held_out", ignore_errors=True)
-                (self.work / MADE_FROM).unlink(missing_ok=True)
+        names = order[order.index(stage) :]
+        names += ["answers*"] * (stage == "write") + ["held_out", MADE_FROM] * (stage in ("write", "features"))
+        found = [path for name in names for path in sorted(self.work.glob(name))]
+        if found and not self.args.yes:
+            self._ask_before_deleting(found)
+        for path in found if self.is_main else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         PartialState().wait_for_everyone()
         self.has_begun = (self.work / MADE_FROM).exists()
+
+    def _ask_before_deleting(self, found: list[Path]) -> None:
+        listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
+        what = f"--restart {self.args.restart} deletes {listed}"
+        if self.training_args.world_size > 1 or not sys.stdin.isatty():
+            raise UserValueError(f"{what}. Give --yes to delete them, or leave --restart out to continue.")
+        if input(f"{what}. Delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise UserValueError("Nothing was deleted. Leave --restart out to continue.")
 
     def plan(self) -> None:
         """
@@ -397,3 +410,9 @@ class Run:
         # A line of the answers for each row of the data, so the split is theirs.
         rows = load_conversations(str(self.answers)) if self.args.regenerate else self.rows
         return split_rows(rows, self.args.num_eval_rows, self.training_args.seed)
+
+
+def _bytes_of(path: Path) -> int:
+    """Returns the size of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

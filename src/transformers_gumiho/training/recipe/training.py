@@ -15,9 +15,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import check_files
+from ...files import check_files, damaged_files_named
+from ...model.checkpoint_files import stored_dtype
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import resolve_layer_ids
 from .. import (
@@ -28,10 +28,11 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
+from ..checkpoints import has_weights
 from ..data.conversations import first_question
 from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
-from ..data.run_files import Record
+from ..data.run_files import Record, forced_differences
 from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
@@ -79,7 +80,7 @@ class Training:
             contents = self.made_from | training_contents(args, training_args, start)
             is_longer = _is_longer(record, contents, training_args, name)
             PartialState().wait_for_everyone()
-            if record.is_finished and not is_longer:
+            if not is_longer and _is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
@@ -87,9 +88,8 @@ class Training:
                     record.write(contents | _length_of(training_args))
                     for later in list(phases)[number:]:  # they began with what this one was before
                         shutil.rmtree(work / later, ignore_errors=True)
+                trainer = None  # that of the phase before, whose memory this one needs
                 trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
-                if is_main:
-                    record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
         is_there = any(self.folder.glob("*model*.safetensors"))
@@ -120,6 +120,13 @@ class Training:
             if checkpoint:
                 say(f"{phase.split()[0]}: continues from {checkpoint}")
             trainer.train(resume_from_checkpoint=checkpoint)
+        if not _has_ended(trainer.state, training_args):
+            raise KeyboardInterrupt(
+                f"{phase}: stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Run the same "
+                f"command again: it continues here."
+            )
+        if trainer.state.best_global_step == 0:
+            say(f"{phase}: nothing was better than the drafter to begin with, which stays")
         trainer.save_model()  # the training's result is kept, whatever becomes of what follows
         trainer.save_state()
         trainer.accelerator.wait_for_everyone()
@@ -146,7 +153,8 @@ class Training:
         """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for."""
         changes: dict[str, Any] = {}
         if self.data["eval_dataset"] is None:
-            changes = {"eval_strategy": "no", "load_best_model_at_end": False}
+            say("no held-out rows: the last checkpoint is the drafter, and no draft temperatures are fitted")
+            changes = {"eval_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
         lengths = row_lengths(self.data["train_dataset"])
         if self.args.tokens_per_step is not None and lengths:
             rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
@@ -178,7 +186,10 @@ class Training:
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
-        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases)
+        forced = forced_differences(self.folder / "work")
+        trainer.create_model_card(
+            model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases, forced=forced
+        )
 
 
 def _state_in(folder: str) -> TrainerState:
@@ -190,6 +201,15 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
     if training_args.max_steps > 0:
         return state.global_step >= training_args.max_steps
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
+
+
+def _is_there(training_args: GumihoTrainingArguments) -> bool:
+    """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
+    folder = Path(training_args.output_dir)
+    if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
+        return False
+    with damaged_files_named(folder):
+        return _has_ended(_state_in(str(folder)), training_args)
 
 
 def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:

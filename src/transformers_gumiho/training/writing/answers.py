@@ -86,7 +86,7 @@ def regenerate_dataset(
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
     dataset, renderer = plain_rows(dataset), Renderer(tokenizer)
     begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
-    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
+    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings)
 
     def begin(number: int) -> Task:
         return write_row(number, dataset[number], renderer, settings)
