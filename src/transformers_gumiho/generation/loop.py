@@ -37,10 +37,10 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
 
     Args:
         accepted_lengths (`list[list[int]]`):
-            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. The mean
-            of the drafted cycles is the acceptance length tau; that of all cycles, the tokens per pass. The first token
-            comes from the prefill and counts in no cycle. A sampled row that is far ahead of the others takes one token
-            per cycle.
+            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. The
+            mean of the drafted cycles is the acceptance length tau. The mean of all cycles is the tokens per pass. The
+            first token comes from the prefill and counts in no cycle. A sampled row that is far ahead of the others
+            takes one token per cycle.
         draft_origins (`list[str]`):
             For each cycle, where its drafts came from, the same for all rows: the "drafter", also where prompt lookup
             added some; the "context" for a run of prompt lookup alone; "pause" while the drafter paused; or "end" if

@@ -1,17 +1,14 @@
 """Why the drafter paused, in words."""
 
-from collections.abc import Sequence
 
-from ...generation.drafting.candidate_generator import DraftOrigin
-
-
-def why_paused(origins: Sequence[DraftOrigin]) -> str | None:
-    """Returns a sentence about the passes in which the drafter was paused, `None` if there are none."""
-    paused = [origin for origin in origins if origin.source == "pause"]
-    if not paused:
+def why_paused(num_paused: int, num_passes: int, break_even: float | None) -> str | None:
+    """
+    Returns a sentence about the passes in which the drafter was paused, `None` if there are none. `break_even` is what
+    a drafted pass must commit.
+    """
+    if not num_paused:
         return None
-    share = f"The drafter was paused in {len(paused)} of {len(origins)} passes"
-    break_even = paused[-1].break_even
+    share = f"The drafter was paused in {num_paused} of {num_passes} passes"
     if break_even is None:
         return f"{share}."
     return (

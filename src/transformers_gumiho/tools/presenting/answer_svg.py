@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError

@@ -6,8 +6,8 @@ from typing import TextIO
 
 import torch
 
-from .answering import Answer, first_difference
 from ..measuring.pauses import why_paused
+from .answering import Answer, first_difference
 from .cycles import Cycle, CycleLabels
 
 
@@ -70,7 +70,8 @@ def describe_answer(answer: Answer, dtype: torch.dtype, colors: bool) -> str:
     if answer.progress != "done":
         parts.append("interrupted")
     line = f"[{' | '.join(parts)}]"
-    reason = why_paused([cycle.origin for cycle in answer.cycles])
+    costs = [cycle.origin.break_even for cycle in answer.cycles if cycle.is_paused]
+    reason = why_paused(len(costs), len(answer.cycles), costs[-1] if costs else None)
     return f"{line}\n[{reason}]" if reason else line
 
 
