@@ -1,15 +1,19 @@
 """Block drafters in every layout: their trees and chains are an independent implementation's, the text is plain's."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from block import (
+    HIDDEN,
+    LAYERS_OF_TARGET,
     VOCAB,
     BlockDrafter,
     deepspec,
     make_block_drafter,
+    make_block_model,
     make_block_target,
     newer_zlab,
     specforge,
@@ -17,14 +21,18 @@ from block import (
     write_block_drafter,
     zlab,
 )
+from chains import CHAIN_FAMILIES, make_chain_target
 from draft_trees import Trees, paths_of
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from targets import equals_plain, make_prompts
+from targets import equals_plain, make_prompts, make_target
 from transformers import PreTrainedModel
 
-from transformers_gumiho import GumihoModel
+from transformers_gumiho import DraftingSettings, GumihoModel, attached
+from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
+from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
 
 
 NODES = 20
@@ -181,3 +189,172 @@ def test_the_depth_of_the_tree_cuts_the_block(layout: str, target: PreTrainedMod
     head, drafter = make(tmp_path, layout, tree_depth=2)
     head.block_size -= head.depth - 2
     assert_drafts_as(head, drafter, target, **prompts(7))
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_a_draft_vocabulary_cuts_head_and_pairs(layout: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    head, drafter = make(tmp_path, layout)
+    own = list(range(VOCAB)) if head.token_ids is None else head.token_ids.tolist()
+    rows = torch.arange(0, len(own), 2).flip(0)
+    drafter.generation_config.draft_vocabulary = [own[row] for row in rows]
+    # The same as a head that scores these tokens alone.
+    cut = copy.copy(head)
+    cut.token_ids = torch.tensor(own)[rows]
+    cut.weights = dict(head.weights) | {
+        "lm_head.weight": head.weights.get("lm_head.weight", target.lm_head.weight)[rows]
+    }
+    if head.has_markov_head:
+        cut.weights["markov_head.markov_w2.weight"] = head.weights["markov_head.markov_w2.weight"][rows]
+    assert_drafts_as(cut, drafter, target, **prompts(7))
+
+
+TEXTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # A call, arguments of the drafted one alone, and settings.
+    "sampled": (prompts(6) | {"do_sample": True, "temperature": 0.8, "top_k": 20}, {}, {}),
+    "sampled_batch": (prompts(7, 4) | {"do_sample": True, "num_return_sequences": 2}, {}, {}),
+    "prompt_lookup": (prompts(6, 9), {"prompt_lookup_num_tokens": 4}, {}),
+    "with_pauses": (prompts(6, 4), {}, {"break_even": 9.0}),
+    "static_with_pauses": (prompts(6, 4) | {"cache_implementation": "static"}, {}, {"break_even": 9.0}),
+    "compiled": (
+        prompts(6, 4),
+        {"compile_config": compile_on_every_device(backend="eager"), "cache_implementation": "static"}, {},
+    ),
+    "nodes_of_each_depth": (prompts(6), {}, {"full_tree_attention": False, "branching_factor": 3}),
+    "sharp_scores": (prompts(6), {}, {"draft_temperature": [0.3, 0.5], "num_assistant_tokens": 63}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", list(TEXTS))
+@pytest.mark.parametrize("layout", ["zlab_sliding", "speculators_dspark"])
+def test_text_is_plain_decodings(layout: str, call: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    arguments, drafted, settings = TEXTS[call]
+    _, drafter = make(tmp_path, layout, **settings)
+    output = equals_plain(target, drafter, drafted=drafted, **arguments, max_new_tokens=24)
+    assert max(output.tree_sizes) > 2
+
+
+def test_the_layers_states_of_a_prompt_are_read_pass_by_pass(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, drafter = make(tmp_path, "deepspec_dspark")
+    call = prompts(14, 9) | {"prefill_chunk_size": 4, "max_new_tokens": 12}
+    with observing(Trees()):  # an observer gets the states of all layers, which are held for it
+        expected = equals_plain(target, drafter, **call)
+    widths, read_target = [], drafter.serial_head.read_target
+    monkeypatch.setattr(
+        type(drafter.serial_head),
+        "read_target",
+        lambda self, model, states: widths.append(states.shape[1]) or read_target(model, states),
+    )
+    found = equals_plain(target, drafter, **call)
+    assert widths[:4] == [4, 4, 4, 2]
+    assert max(widths) <= drafter.config.max_draft_depth + 1
+    assert found.accepted_lengths == expected.accepted_lengths
+
+
+def test_the_next_turn_goes_on_from_the_returned_cache(target: PreTrainedModel, tmp_path: Path) -> None:
+    _, drafter = make(tmp_path, "zlab_sliding")
+    inputs, turns = prompts(7), []
+    for assistant in ({}, {"assistant_model": drafter}):
+        call = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+        first = target.generate(**inputs, **call, **assistant)
+        question = torch.cat((first.sequences, inputs["input_ids"][:, :3]), dim=1)
+        cache = {CACHE_NAME: getattr(first, CACHE_NAME)}
+        turns.append(target.generate(question, attention_mask=torch.ones_like(question), **cache, **call, **assistant))
+    assert torch.equal(turns[0].sequences, turns[1].sequences)
+    assert turns[1].accepted_lengths
+
+
+def test_a_target_with_an_adapter(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    adapted = get_peft_model(make_block_target(), config).eval()
+    _, drafter = make(tmp_path, "deepspec_dspark")
+    equals_plain(adapted, drafter, **prompts(7, 4), max_new_tokens=16)
+    with adapted.disable_adapter():
+        equals_plain(adapted, drafter, **prompts(7), max_new_tokens=16, do_sample=True)
+
+
+def test_a_drafter_is_given_by_its_folder(target: PreTrainedModel, tmp_path: Path) -> None:
+    make(tmp_path, "jetspec")
+    assert equals_plain(target, str(tmp_path), **prompts(6)).accepted_lengths
+    with attached(target, tmp_path) as drafter:
+        assert drafter.config.converted_from == str(tmp_path)
+        output = target.generate(**prompts(6), max_new_tokens=4, return_dict_in_generate=True)
+    assert output.accepted_lengths
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mistral", "gpt2"])
+def test_trees_for_other_targets(family: str) -> None:
+    target = make_target(family, num_layers=3)
+    drafter = make_block_model(target)
+    output = equals_plain(target, drafter, lengths=[7, 4], max_new_tokens=20)
+    assert max(output.tree_sizes) == 12
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bloom"])
+def test_chains_for_targets_that_verify_chains(family: str) -> None:
+    assert family in CHAIN_FAMILIES
+    target = make_chain_target(family)
+    drafter = make_block_model(target)
+    output = equals_plain(target, drafter, lengths=[7], max_new_tokens=20)
+    assert max(output.tree_sizes) >= drafter.config.max_draft_depth
+
+
+def test_weights_that_equal_the_targets_are_held_once(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = make_block_drafter(**LAYOUTS["deepspec_dspark"][0])
+    embedding, output_head = target.get_input_embeddings().weight, target.lm_head.weight
+    head.weights |= {"embed_tokens.weight": embedding.detach(), "lm_head.weight": output_head.detach()}
+    drafter = load(write_block_drafter(tmp_path / "equal", head, deepspec(head)))
+    assert drafter.share_embedding(target)
+    assert drafter.lm_head.weight.data_ptr() == output_head.data_ptr()
+    assert drafter.embed_tokens.weight.data_ptr() == embedding.data_ptr()
+    assert_drafts_as(head, drafter, target, num_new=6, **prompts(7))
+    _, own = make(tmp_path / "own", "deepspec_dspark")
+    before = own.lm_head.weight.clone()
+    assert not own.share_embedding(target)
+    assert own.lm_head.weight.data_ptr() != output_head.data_ptr()
+    assert torch.equal(own.lm_head.weight, before)
+
+
+def test_break_even_counts_one_pass(target: PreTrainedModel, tmp_path: Path) -> None:
+    of_target = sum(p.numel() for n, p in target.named_parameters() if "embed_tokens" not in n)
+    for layout, rows, rank in (("zlab", VOCAB, 0), ("speculators_dspark", 20, 6)):
+        _, drafter = make(tmp_path / layout, layout)
+        settings = DraftingSettings.from_generation_config(drafter.generation_config, drafter.config, None)
+        size = {name: sum(p.numel() for p in getattr(drafter, name).parameters()) for name in ("layers", "fc")}
+        expected = size["layers"] + size["fc"] + rows * (HIDDEN + rank)
+        found = estimate_break_even(target, drafter, settings, num_rows=1)
+        assert found == pytest.approx(1 + expected / of_target + NODES / 50)
+
+
+def test_defaults_are_those_of_drafters_with_parallel_heads(target: PreTrainedModel, tmp_path: Path) -> None:
+    _, drafter = make(tmp_path, "zlab_sliding")
+    drafter.generation_config.update(num_assistant_tokens=None)
+    for device, nodes, branching in (("cpu", 12, 4), ("cuda", 63, 14)):
+        settings = DraftingSettings.from_generation_config(
+            drafter.generation_config, drafter.config, None, device_type=device
+        )
+        found = settings.num_assistant_tokens, settings.branching_factor, settings.tree_depth
+        assert found == (nodes, branching, 5)
+    drafter.generation_config.update(tree_depth=6)
+    with pytest.raises(ValueError, match="`tree_depth` is 6, but this drafter drafts at most 5 tokens: those of its"):
+        target.generate(**prompts(6), assistant_model=drafter)
+
+
+def test_pairs_of_which_tools_disagree_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    def refuses(message: str, target: PreTrainedModel, drafter: GumihoModel) -> None:
+        with pytest.raises(ValueError, match=message):
+            target.generate(**prompts(6), assistant_model=drafter, max_new_tokens=4)
+
+    last = make_block_drafter(layers=(1, LAYERS_OF_TARGET - 1))
+    drafter = load(write_block_drafter(tmp_path / "last", last, zlab(last)))
+    refuses(r"reads the last layer of LlamaForCausalLM \(6\)\. Whether .* the final norm depends", target, drafter)
+    beyond = make_block_drafter(layers=(1, LAYERS_OF_TARGET))
+    drafter = load(write_block_drafter(tmp_path / "beyond", beyond, zlab(beyond)))
+    refuses(r"reads the layers \[1, 7\] .* has 7, 0 to 6", target, drafter)
+    scaled = make_target("gemma3", num_layers=3)
+    refuses("scales its token embedding", scaled, make_block_model(scaled))
+    small = make_block_drafter(layers=(1, 2))
+    drafter = load(write_block_drafter(tmp_path / "small", small, zlab(small, target_layer_ids=[1, 2, 3, 5])))
+    refuses("has a hidden size of 16, but LlamaForCausalLM has one of 32", target, drafter)

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from transformers_gumiho import GumihoConfig, GumihoModel
+
 
 # As many tokens as a depth has candidates, so that terms for pairs of tokens are exact.
 VOCAB = 30
@@ -281,3 +283,22 @@ def write_block_drafter(folder: Path, drafter: BlockDrafter, fields: dict[str, A
     weights = {prefix + name: tensor.contiguous() for name, tensor in drafter.weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def make_block_model(target: PreTrainedModel, **fields: Any) -> GumihoModel:
+    """Returns a random drafter of one layer, with windows and a Markov head, for any target. It never pauses."""
+    text_config = target.config.get_text_config()
+    hidden_size, vocab_size = text_config.hidden_size, text_config.vocab_size
+    llama = {
+        "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": vocab_size,
+    }  # fmt: skip
+    given = {
+        "serial_head": "block", "num_serial_tokens": 0, "num_parallel_heads": 0, "block_size": 5, "mask_token_id": 1,
+        "attention_windows": [6], "attention_causal": [True], "target_layer_ids": [0, 1], "qk_norm": True,
+        "has_embedding": False, "markov_rank": 4, "gumiho_fc_bias": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    drafter = GumihoModel(GumihoConfig(model=llama, **given | fields)).to(target.dtype).eval()
+    drafter.generation_config.update(num_assistant_tokens=12, break_even=0.01)
+    return drafter

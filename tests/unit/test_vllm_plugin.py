@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from block import make_block_model
 from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
 from eagle import llama_fields, make_head, write_head
 from hub_cache import write_to_hub_cache
@@ -364,6 +365,13 @@ def test_widths_that_differ_are_refused(tmp_path: Path, read_drafter: Callable[[
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
         read_drafter(tmp_path)
+
+
+def test_block_drafters_are_refused_with_their_method(tmp_path: Path, read_drafter: Callable[[Path], Any]) -> None:
+    for method, rank in (("dflash", 0), ("dspark", 4)):
+        make_block_model(make_target(num_layers=3), markov_rank=rank).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf'is a block drafter\. vLLM serves it itself.* `"method": "{method}"`'):
+            read_drafter(tmp_path)
 
 
 def test_a_damaged_file_of_settings_is_none_that_is_missing(

@@ -115,6 +115,9 @@ def decode_with_tree(
                 settings,
                 max_new_tokens=sequences.max_length - sequences.prompt_length,
                 layers=assistant_model.config.layers_read(target.config),
+                # Other drafters read a state together with the token after it.
+                read_target=assistant_model.read_target if assistant_model.config.is_block else None,
+                holds_layers=bool(events.observers),
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)

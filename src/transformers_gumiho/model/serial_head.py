@@ -258,7 +258,8 @@ class BlockHead(GumihoSerialHead):
             drafter.register_buffer("d2t", torch.zeros(num_scored, dtype=torch.long))
 
     def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
-        return drafter.hidden_norm(drafter.fc(states.to(drafter.dtype)))
+        # A prompt is read where the target is.
+        return drafter.hidden_norm(drafter.fc(states.to(drafter.hidden_norm.weight)))
 
     def write_context(self, drafter: Any, context: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Adds keys and values of what [`read_target`] returned, `(B, n, H)`, to the cache of every layer."""

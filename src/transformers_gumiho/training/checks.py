@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..commands import UserValueError
 from ..internals import attention_implementation
+from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_shape import state_width
 from ..model.wrappers import as_target
@@ -53,8 +54,19 @@ def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
         )
 
 
+def check_is_trained_here(config: GumihoConfig) -> None:
+    """Raises `ValueError` for a drafter whose training is another one, on any data, recorded traffic included."""
+    if config.is_block:
+        raise UserValueError(
+            f"{config.converted_from or config.name_or_path!r} is a block drafter (DFlash, JetSpec, DSpark), which is "
+            f"not trained here. Train it with SpecForge, DeepSpec or speculators, or leave `drafter` out to make a "
+            f"drafter of Gumiho's for your target."
+        )
+
+
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
     """Raises `ValueError` for a drafter that was not made for this target, or that reads other layers of it."""
+    check_is_trained_here(drafter.config)
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
     read_size, hidden_size = drafter.config.target_hidden_size or config.hidden_size, state_width(target_config)
     if (read_size, config.vocab_size) != (hidden_size, target_config.vocab_size):

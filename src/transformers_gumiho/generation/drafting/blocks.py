@@ -85,23 +85,21 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
         return settings.longest_path + 1 + settings.tree_depth + 1
 
     def _read_chunk(
-        self,
-        tokens: torch.Tensor,
-        target_states: torch.Tensor,
-        position_ids: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds states of the target to the cache. Returns what they were made into, `(B, n, H)`."""
-        model = self.assistant_model
+        """Adds a part of the prompt to the cache: states that `read_target` has made, `(B, n, H)`."""
         with self.around_pass():
-            context = model.read_target(target_states)
-            self._body.write_context(model, context, position_ids, self.cache)
-        return context
+            self._body.write_context(self.assistant_model, target_states, position_ids, self.cache)
+        return target_states
 
     def _run_committed(
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        return self._read_chunk(tokens, target_states, position_ids)
+        """Adds states of the target to the cache. Returns what they were made into, `(B, n, H)`."""
+        with self.around_pass():
+            context = self.assistant_model.read_target(target_states)
+            self._body.write_context(self.assistant_model, context, position_ids, self.cache)
+        return context
 
     def _grow_tree(
         self,

@@ -1,5 +1,6 @@
 """The prefill of a generation, as plain decoding runs it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .cycle_shapes import CycleShapes, cycle_shapes
 from .placement import input_device
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_memory import StaticMemory
-from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
+from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits, Unsupported
 from .tree_cache import TreeCache
 
@@ -88,6 +89,8 @@ def read_prompt(
     *,
     max_new_tokens: int,
     layers: TargetLayers | None = None,
+    read_target: ReadTarget | None = None,
+    holds_layers: bool = True,
 ) -> TargetSession:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
@@ -97,6 +100,9 @@ def read_prompt(
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
         layers: The layers that the drafter reads.
+        read_target: What a drafter makes of their states that needs no tokens for it.
+        holds_layers: Whether somebody else reads them, so that they are held until the prompt has run. Else each pass
+            of a long prompt is read at its end.
 
     Returns:
         The session that continues from here.
@@ -106,11 +112,12 @@ def read_prompt(
     shapes, keeps_cache = _prepare_cache(model, traits, generation_config, model_kwargs, num_nodes)
     cache = model_kwargs[name]
     # 2. What the pass may replace in the arguments is read before it.
-    reader = FeatureReader(model, layers)
+    reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
     of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
-    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
+    read_pass = None if read_target is None or holds_layers else reader.read_pass
+    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache, num_before = outputs[name], 0
@@ -188,7 +195,11 @@ def _prepare_cache(
 
 
 def _run_prompt(
-    reader: FeatureReader, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    reader: FeatureReader,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    read_pass: Callable[[CapturedPass], CapturedPass] | None = None,
 ) -> tuple[Any, TargetStates]:
     """Returns the target's outputs for the prompt, and its states."""
     config = reader.target.config.get_text_config(decoder=True)
@@ -197,7 +208,7 @@ def _run_prompt(
         # layers for the last token only. The drafter needs the states of the entire prompt.
         model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
-        begin_capture()
+        begin_capture(read_pass)
         outputs = run_prompt(reader.target, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
 

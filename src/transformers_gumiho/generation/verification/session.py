@@ -247,8 +247,12 @@ class TargetSession:
             text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
-        states, position_ids, mask = self.prefill.states.target_states, self.prefill.position_ids, self.prompt.mask
+        read, position_ids, mask = self.prefill.states, self.prefill.position_ids, self.prompt.mask
         del self.prefill
+        states, read_target = read.target_states, self.reader.read_target
+        if read_target is not None and not read.are_read:
+            states = read_target(states)
+        del read
         # A model that puts an image before the text (GIT) has more states than positions.
         num_known = min(states.shape[1], text.shape[1], position_ids.shape[1])
         return CommittedTokens(

@@ -23,6 +23,9 @@ from .target_memory import memory_of
 _BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 # The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
+ReadTarget = Callable[[torch.Tensor], torch.Tensor]
+# In place of the number of a layer: what the drafter made of all layers.
+_READ = -1
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class TargetStates:
             side by side.
         last (`(B, T, H)`): What the output projection reads, mostly after the final norm. The drafter's predictions
             are compared with these.
+        are_read: Whether `target_states` are what the drafter made of them pass by pass, `(B, T, H)`.
     """
 
     target_states: torch.Tensor
     last: torch.Tensor
+    are_read: bool = False
 
     @classmethod
     def from_last(cls, last: torch.Tensor) -> "TargetStates":
@@ -116,12 +121,16 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
 class FeatureReader:
     """
     Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
-    layers that a drafter reads get hooks. Raises `ValueError` where the target does not have these.
+    layers that a drafter reads get hooks. `read_target` is the drafter's, where it reads a prompt on its own. Raises
+    `ValueError` where the target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
+    def __init__(
+        self, target: PreTrainedModel, layers: TargetLayers | None = None, read_target: ReadTarget | None = None
+    ):
         self.target = target
         self.layers = layers
+        self.read_target = read_target
         self._modules = {} if layers is None else find_layers(target, layers)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
@@ -164,6 +173,8 @@ class FeatureReader:
         last = projected_states(self.target, _joined([last for last, _ in captured]))
         if self.layers is None:
             return TargetStates.from_last(last)
+        if all(_READ in dict(layers) for _, layers in captured):
+            return TargetStates(_joined([dict(layers)[_READ] for _, layers in captured]), last, are_read=True)
         fused = []
         for number in self.layers.ids:
             states = last
@@ -178,6 +189,12 @@ class FeatureReader:
             fused.append(states)
         return TargetStates(torch.cat(fused, dim=-1), last)
 
+    def read_pass(self, captured: CapturedPass) -> CapturedPass:
+        """Replaces the states of all layers by what the drafter makes of them, so that a long prompt holds fewer."""
+        states = self.collect([captured])
+        made = states.target_states if self.read_target is None else self.read_target(states.target_states)
+        return captured[0], ((_READ, made),)
+
 
 def _joined(states: list[torch.Tensor]) -> torch.Tensor:
     return states[0] if len(states) == 1 else torch.cat(states, dim=1)
@@ -187,9 +204,12 @@ def _joined(states: list[torch.Tensor]) -> torch.Tensor:
 _passes = threading.local()
 
 
-def begin_capture() -> None:
-    """Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks."""
-    _passes.states, _passes.layers = (), ()
+def begin_capture(read_pass: Callable[[CapturedPass], CapturedPass] | None = None) -> None:
+    """
+    Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks. What `read_pass`
+    makes of a pass is kept instead.
+    """
+    _passes.states, _passes.layers, _passes.read = (), (), read_pass
 
 
 def end_capture() -> tuple[CapturedPass, ...]:
@@ -203,8 +223,9 @@ def keep_states(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook for a decoder. It records a pass once, however many generations have registered it."""
     states = getattr(_passes, "states", None)
     if states is not None and not any(known is output[0] for known, _ in states):
-        _passes.states = (*states, (output[0], _passes.layers))
+        captured = output[0], _passes.layers
         _passes.layers = ()
+        _passes.states = (*states, captured if _passes.read is None else _passes.read(captured))
 
 
 @functools.cache

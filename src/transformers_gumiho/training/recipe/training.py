@@ -29,6 +29,7 @@ from .. import (
     prepare_dataset,
 )
 from ..checkpoints import has_weights
+from ..checks import check_is_trained_here
 from ..data.conversations import first_question
 from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
@@ -330,6 +331,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
         return RECIPES[args.recipe].config | given
     with as_user_errors():
         own = GumihoConfig.from_pretrained(args.drafter)
+        check_is_trained_here(own)
     if args.num_parallel_heads is None or own.num_parallel_heads:
         return given
     # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
