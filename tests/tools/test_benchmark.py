@@ -160,13 +160,8 @@ def test_summary_compares_prompt_by_prompt() -> None:
 def test_tau_is_that_of_drafted_cycles_and_pauses_stand_beside_it() -> None:
     """A drafter that pauses looks no weaker than it is."""
     origins = ["drafter", "pause", "pause", "drafter", "end"]
-    samples = [
-        make_sample("plain", 0, 1.0),
-        make_sample(
-            "gumiho", 0, 1.0, accepted_lengths=[[2, 1, 1, 3, 1], [1]], draft_origins=origins, break_even=2.6, batch_size=2
-        ),
-    ]  # fmt: skip
-    samples[0] = replace(samples[0], batch_size=2)
+    cycles = {"accepted_lengths": [[2, 1, 1, 3, 1], [1]], "draft_origins": origins, "break_even": 2.6}
+    samples = [make_sample("plain", 0, 1.0, batch_size=2), make_sample("gumiho", 0, 1.0, batch_size=2, **cycles)]
     row = next(row for row in summarize(samples) if row.mode == "gumiho")
     assert row.tau_micro == pytest.approx((2 + 3 + 1) / 3)
     assert row.tokens_per_pass == pytest.approx(9 / 6)

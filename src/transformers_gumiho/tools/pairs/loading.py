@@ -49,7 +49,7 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
 def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     """
     Gives a drafter the settings that options name. If these change the tree, a `break_even` of the drafter's files is
-    removed, because it was measured with another tree. It was measured without prompt lookup, which does not change it.
+    removed, because it was measured with another tree. Prompt lookup does not change it: it was measured without.
 
     Raises:
         ValueError: A setting is out of range.
