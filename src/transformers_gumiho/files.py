@@ -85,6 +85,16 @@ def check_folder(name: str, has_config: bool = True) -> None:
         raise UserFileNotFoundError(f"{name!r} has no config.json, so it holds no model. Give a model's folder.")
 
 
+def check_is_no_snapshot(folder: str | os.PathLike) -> None:
+    """Raises `OSError` for a folder of links to files elsewhere, which writing into it would change."""
+    links = [path.name for path in Path(folder).glob("*") if path.is_symlink()]
+    if links:
+        raise UserOSError(
+            f"{str(folder)!r} holds links to files that are kept elsewhere, such as {links[0]!r}, as folders in the "
+            f"cache of the Hub do. Writing there would change those. Name another folder (in commands: --output_dir)."
+        )
+
+
 def is_path(name: str) -> bool:
     """Whether a name is none on the Hub."""
     return name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith("/")

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import shutil
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-from transformers_gumiho import GumihoModel, attach, attached, detach
+from transformers_gumiho import GumihoModel, attach, attached, detach, record
 from transformers_gumiho.generation.attach import attached_drafter
 from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.training import checks
 
 
 PROMPT = make_prompts([5])
@@ -377,6 +379,62 @@ def test_what_only_a_pass_can_say_is_said_when_attaching(pair: Pair) -> None:
     as_it_is = type("OwnLlama", (LlamaForCausalLM,), {"__module__": "somewhere"})(target.config).double().eval()
     attach(as_it_is, drafter)
     assert decode(as_it_is)[0] < 24
+
+
+class Around(nn.Module):
+    """As wrappers with a value head are, of other packages."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.pretrained_model = model
+
+    def generate(self, **kwargs: Any) -> Any:
+        return self.pretrained_model.generate(**kwargs)
+
+
+class Runtime(GenerationMixin):
+    """As models of another runtime are: `generate()` of transformers, around what it does not know."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config, self.generation_config = config, GenerationConfig()
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", ["around", "runtime", "drafter", "adapter of a drafter", "backbone", "text"])
+def test_what_is_no_target_is_named(pair: Pair, kind: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, drafter = pair
+    given: Any = {
+        "around": lambda: Around(target),
+        "runtime": lambda: Runtime(target.config),
+        "drafter": lambda: drafter,
+        "adapter of a drafter": lambda: get_peft_model(make_drafter(target), LoraConfig(target_modules=["q_proj"])),
+        "backbone": lambda: target.model,
+        "text": lambda: "a name",
+    }[kind]()
+    reason = {
+        "around": "this is a Around. It holds a LlamaForCausalLM as `pretrained_model`: give that",
+        "runtime": "(this is a Runtime|Runtime is none). .*AutoModelForCausalLM",
+        "backbone": "LlamaModel does not generate text. Load it with `AutoModelForCausalLM",
+        "text": "this is a str. Load the target",
+    }.get(kind, "this GumihoModel is a drafter. Give the model that it drafts for")
+    ways: list[Callable[[], Any]] = [lambda: attach(given, drafter), lambda: attached(given, drafter).__enter__()]
+    if kind != "backbone":  # it has all that a new drafter needs
+        ways += [lambda: GumihoModel.from_target(given), lambda: record(given, tmp_path), lambda: detach(given)]
+    if kind not in ("runtime", "text"):
+        ways += [lambda: checks.check_given(given, {})] * (kind != "backbone")
+    if kind in ("runtime", "backbone"):
+        generate = functools.partial(GenerationMixin.generate, given)
+        ways += [lambda: generate(**PROMPT, assistant_model=drafter)] * (kind == "runtime")
+    for way in ways:
+        with pytest.raises(ValueError, match=reason):
+            way()
 
 
 def test_a_drafter_is_attached_only_to_its_target(pair: Pair) -> None:

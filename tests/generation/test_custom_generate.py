@@ -1,6 +1,5 @@
-"""A drafter's repository holds code with which `target.generate(custom_generate=<repository>)` drafts and verifies."""
+"""What is saved and pushed with a drafter, and what `target.generate(custom_generate=<its repository>)` answers."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,6 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from targets import make_drafter, make_prompts, make_target
 from trained_pair import FOLDER, load_tokenizer
 from transformers import PreTrainedModel, dynamic_module_utils
-
-
-ROOT = Path(__file__).parents[2]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +65,13 @@ def test_saving_and_pushing_write_the_same_files(
     )
     drafter = make_drafter(target)
     drafter.tokenizer = load_tokenizer()
-    code = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    expected = {"config.json", "generation_config.json", "model.safetensors"} | code | tokenizer
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "custom_generate/generate.py",
+    } | tokenizer
     drafter.save_pretrained(tmp_path / "saved")
     assert files_in(tmp_path / "saved") == expected
     # Twice: what is left from the first time is uploaded again, as the weights are.
@@ -85,13 +84,6 @@ def test_saving_and_pushing_write_the_same_files(
 
 def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_code_asks_for_this_package(repository: Path) -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    assert (repository / "custom_generate" / "requirements.txt").read_text().split() == re.findall(
-        '^name = "(.*)"', project, re.MULTILINE
-    )
 
 
 def test_the_demo_pair_is_such_a_repository(repository: Path) -> None:

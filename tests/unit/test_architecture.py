@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "tools.benchmarking": (
         "files internals model generation.verification training.data tools.metrics tools.pairs tools.measuring"
     ),
-    "tools.tuning": "model generation.verification training.data tools.pairs tools.measuring",
+    "tools.tuning": "files model generation.verification training.data tools.pairs tools.measuring",
     "tools.presenting": (
         "model generation.tree generation.verification generation.drafting generation training.data tools.pairs "
         "tools.measuring"

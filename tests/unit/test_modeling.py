@@ -1,6 +1,8 @@
 """The drafter as a model of transformers: configuration, checkpoints, forward pass, training behavior."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,6 +378,39 @@ def test_installing_twice_changes_nothing() -> None:
     before = [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
     hooks.install()
     assert before == [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
+
+
+def test_a_second_import_drafts_as_the_first() -> None:
+    """As notebooks and servers that load their code anew do it."""
+    script = """
+import sys
+sys.path.insert(0, "tests/helpers")
+from targets import make_drafter, make_prompts, make_target, passes_of
+import transformers_gumiho as first
+target = make_target()
+old, call = make_drafter(target), make_prompts([5]) | {"max_new_tokens": 24, "do_sample": False}
+first.attach(target, old)
+first.detach(target)
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_gumiho"]:
+    del sys.modules[name]
+import transformers, transformers_gumiho as second
+assert second.GumihoModel is transformers.GumihoModel is not first.GumihoModel
+new = second.GumihoModel(second.GumihoConfig.from_dict(old.config.to_dict())).double().eval()
+new.load_state_dict(old.state_dict())
+new.set_generation_config(old.generation_config)
+plain = target.generate(**call)
+num_passes, text = passes_of(target, lambda: target.generate(**call, assistant_model=new))
+assert text.equal(plain) and num_passes < 24
+assert target.generate(**call, assistant_model=old).equal(plain)
+second.attach(target, new)
+assert passes_of(target, lambda: target.generate(**call))[0] == num_passes
+second.detach(target)
+assert passes_of(target, lambda: target.generate(**call))[0] == 24
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert not ran.returncode, ran.stderr
 
 
 def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

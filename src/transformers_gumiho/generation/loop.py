@@ -100,7 +100,7 @@ def decode_with_tree(
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents.begin(len(input_ids), observers)
+    events = GenerationEvents(observers, len(input_ids))
     with ExitStack() as running:
         # Dropout would draw numbers between those of the target's tokens.
         running.enter_context(in_eval_mode(assistant_model))
@@ -134,7 +134,9 @@ def decode_with_tree(
             generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
+        session.finish(
+            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
+        )
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:

@@ -33,8 +33,6 @@ DECODING_SETTINGS = (
 NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
 _right_vocabulary: list[tuple[int, Any]] = []
-# Arguments of `from_pretrained` that say where a file is read.
-_LOADING_ARGUMENTS = (*PLACES, "force_download")
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
 # drafter ranks first more often than its probability says.
@@ -65,7 +63,7 @@ class DecodingSettingsMixin:
         if given is not None:
             self.set_generation_config(given)
         elif name is not None:
-            where = {argument: loading[argument] for argument in _LOADING_ARGUMENTS if argument in loading}
+            where = {argument: loading[argument] for argument in (*PLACES, "force_download") if argument in loading}
             try:
                 with damaged_files_named(name, where, "generation_config.json"):
                     self.set_generation_config(GenerationConfig.from_pretrained(name, **where))

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...commands import UserOSError, UserValueError, make_folder, option
+from ...files import check_is_no_snapshot
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
@@ -43,7 +44,7 @@ def tune(args: TuningArguments) -> TuningResult:
 
     Raises:
         KeyboardInterrupt: The run was stopped.
-        OSError: The folder cannot be written to.
+        OSError: The folder cannot be written to, or holds links to files elsewhere.
         ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
             prompts with.
     """
@@ -56,6 +57,7 @@ def tune(args: TuningArguments) -> TuningResult:
         raise UserValueError(f"The drafter is {what}; give --output_dir for its new generation_config.json.")
     if has_mtp_layers(folder, {}):
         raise UserValueError(f"{str(folder)!r} is a target, whose files stay as they are. Give another --output_dir.")
+    check_is_no_snapshot(folder)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserOSError(f"{str(folder)!r} cannot be written to. Name another folder with --output_dir.")
     target, tokenizer, drafter = load_pair(args)
