@@ -36,10 +36,15 @@ class AnswerPicture:
 
 def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> AnswerPicture:
     """
-    Draws a row of what `generate(assistant_model=gumiho, return_dict_in_generate=True)` returned, for a notebook:
-    accepted drafts in green, what the target wrote while the drafter paused in gray, and below it tau and the passes.
+    Draws a text that was generated with a Gumiho drafter, for a notebook: accepted drafts in green, what the target
+    wrote while the drafter paused in gray, and below it tau and the passes.
 
     If a text ends within an accepted path, its last token is a draft, and is drawn as the target's own token.
+
+    Args:
+        output: What `generate(assistant_model=gumiho, return_dict_in_generate=True)` returned.
+        tokenizer: The target's tokenizer.
+        row: The row of the batch.
 
     Raises:
         ValueError: The output has no cycles, because the call decoded plainly.
