@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -577,3 +577,15 @@ def _widen(value: Any) -> Any:
 def drive_one_device(args: Any) -> None:
     """Limits a `Trainer` to one device in this process, instead of wrapping the model in `DataParallel`."""
     args._n_gpu = min(args.n_gpu, 1)
+
+
+@contextmanager
+def gradients_of_pass(accelerator: Any, model: Any, is_last: bool) -> Iterator[None]:
+    """
+    Within this, gradients of a pass are added to those of the step. Processes exchange them in the last pass; with
+    DeepSpeed in each one, and it updates the weights in the last.
+    """
+    accelerator.gradient_state._set_sync_gradients(is_last)
+    waits = is_last or accelerator.distributed_type == "DEEPSPEED"
+    with nullcontext() if waits else accelerator.no_sync(model):
+        yield

@@ -32,7 +32,7 @@ from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.command import run_train_command
-from transformers_gumiho.training.recipe.defaults import device_defaults
+from transformers_gumiho.training.recipe.defaults import device_defaults, learning_rates
 from transformers_gumiho.training.writing import row_file
 
 
@@ -288,6 +288,22 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     gumiho(*run)
     assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
     assert_same_drafter(whole, folder / "stopped")
+
+
+def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+    words = [*PUBLISHED, "--max_steps", -1, "--num_train_epochs", 2, "--tokens_per_step", 256, "--save_steps", 1]
+    runs = {name: command(folder, name, *words) for name in ("tokens", "stopped_tokens")}
+    for name, run in runs.items():
+        begin_from(whole, folder / name, *STATES)
+        rows = run.index("--per_device_train_batch_size")
+        del run[rows : rows + 2]
+    gumiho(*runs["tokens"])
+    state = json.loads((folder / "tokens/work/published/trainer_state.json").read_text())
+    num_steps = state["max_steps"] // 2
+    assert num_steps > 3
+    interrupt(GumihoTrainer, "training_step", num_steps + 2, *runs["stopped_tokens"])
+    assert "published: continues from" in gumiho(*runs["stopped_tokens"])
+    assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 
 @pytest.mark.parametrize("error", [SafetensorError("I/O error: No space (os error 28)"), RuntimeError("pos 8 vs 9")])
@@ -559,7 +575,10 @@ def test_what_is_given_decides_the_other_defaults(
         (["--use_cpu=true"], True),
         (["--use_cpu", "no"], False),
     ):
-        assert ("tokens_per_step" in device_defaults(words)) != is_cpu
+        assert bool(learning_rates(words, 576)) != is_cpu
+    assert learning_rates([], 576)["new"] == 1e-3
+    assert max(learning_rates([], 4096)[kind] for kind in ("new", "further", "heads")) < 5e-4
+    assert learning_rates(["--learning_rate", "1"], 4096) == {}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))

@@ -506,3 +506,20 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, flash)
     with pytest.raises(ValueError, match="`loss_chunk_size` must be at least 1, got 0"):
         make_args(tmp_path, loss_chunk_size=0)
+
+
+def test_a_step_of_tokens_is_the_same_in_passes_of_any_size(target: PreTrainedModel, tmp_path: Path) -> None:
+    """And an evaluation says what it says in batches of rows."""
+    found = []
+    for size in (64, 16):
+        torch.manual_seed(0)
+        trainer = trained(target, tmp_path / str(size), tokens_per_step=64, tokens_per_pass=size, num_train_epochs=2)
+        found.append((losses_of(trainer), trainer.evaluate()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    trainer.args.tokens_per_step = trainer.args.tokens_per_pass = None
+    by_rows = trainer.evaluate()
+    for name in ("eval_loss", "eval_agreement_1", "eval_expected_acceptance_length"):
+        assert found[0][1][name] == pytest.approx(found[1][1][name], rel=1e-4)
+        assert by_rows[name] == pytest.approx(found[1][1][name], rel=1e-4)
+    with pytest.raises(ValueError, match="`gradient_accumulation_steps=2` counts batches of rows"):
+        make_args(tmp_path, tokens_per_step=64, gradient_accumulation_steps=2)

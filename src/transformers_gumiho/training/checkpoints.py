@@ -57,6 +57,7 @@ def gather_when_saving(accelerator: Accelerator) -> None:
     """Lets FSDP and DeepSpeed gather the drafter where it is saved: otherwise they leave parts that nothing loads."""
     fsdp, deepspeed = (getattr(accelerator.state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin"))
     if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
+        fsdp.state_dict_config = fsdp.optim_state_dict_config = None  # those of the other kind
         fsdp.set_state_dict_type("FULL_STATE_DICT")
     if deepspeed is not None and deepspeed.zero_stage == 3:
         deepspeed.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

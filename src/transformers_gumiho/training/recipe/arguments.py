@@ -113,8 +113,6 @@ class RecipeArguments(WritingArguments):
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048, at_least=1)
-    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.", at_least=1)
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.", at_least=1)
@@ -238,8 +236,8 @@ HELP = {
         "linear_start", "draft_vocabulary_size",
     ],
     "training": [
-        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",
-        "muon", "packing", "cache_features", "features_dtype", "features_batch_tokens",
+        "num_train_epochs", "learning_rate", "warmup_steps", "tokens_per_step", "tokens_per_pass",
+        "per_device_train_batch_size", "muon", "packing", "cache_features", "features_dtype",
         "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
     ],
     "loss": [

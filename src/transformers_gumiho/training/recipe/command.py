@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from .. import GumihoTrainingArguments
 from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
-from .defaults import device_defaults
+from .defaults import device_defaults, learning_rates
 from .idle_options import check_idle
 from .recipes import RECIPES
 from .stages import Measures, Run
@@ -57,7 +58,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
     make_folder(folder / "work")
-    run = Run(args, phases, folder, measures)
+    run = Run(args, phases, folder, measures, partial(learning_rates, words))
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
     with full_disk_told(folder), alone:
         if args.restart is not None and not args.plan:
@@ -98,7 +99,8 @@ def phases_of(
             # New heads learn as in the recipe's phase for them.
             options = next((found for found in phases.values() if found.get("train_only") == part), {})
         phases = {"train": options}
-    order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
+    by_rows = training_args.tokens_per_step is None and not args.packing
+    order = {"train_sampling_strategy": "group_by_length"} if by_rows else {}
     found = {}
     for name, options in phases.items():
         folder = str(Path(training_args.output_dir) / "work" / name)

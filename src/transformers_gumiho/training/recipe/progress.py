@@ -13,13 +13,10 @@ _FIRST_LINE = 60  # seconds after which the rate is shown, however rarely someth
 
 
 class Progress(TrainerCallback):
-    """
-    Prints the progress of a phase, of this name and place, e.g. `serial 1/2`, whose steps have `tokens_per_step` over
-    all processes, on average; `None` if that is unknown.
-    """
+    """Prints the progress of a phase, of this name and place, e.g. `serial 1/2`."""
 
-    def __init__(self, phase: str, tokens_per_step: float | None):
-        self.phase, self.tokens_per_step = phase, tokens_per_step
+    def __init__(self, phase: str):
+        self.phase = phase
         self.trainer: Any = None
         self._shown = ""  # of the newest evaluation
         self._begin, self._first_step, self._is_silent = 0.0, sys.maxsize, True
@@ -54,7 +51,8 @@ class Progress(TrainerCallback):
         if not state.is_world_process_zero or done <= 0:
             return
         self._is_silent = False
-        rate = f"  {self.tokens_per_step * done / seconds:,.0f} tokens/s" if self.tokens_per_step else ""
+        # Those of this process stand for those of the others.
+        rate = f"  {self.trainer.num_tokens * self.trainer.args.world_size / seconds:,.0f} tokens/s"
         left = (state.max_steps - state.global_step) * seconds / done
         remaining = f"{left / 3600:.1f} h left" if left >= 3600 else f"{left / 60:.0f} min left"
         line = f"{self.phase}  step {state.global_step}/{state.max_steps}{rate}{loss}{self._shown}  {remaining}"

@@ -84,7 +84,8 @@ def training_contents(
     values = training_args.to_dict()
     return {name: values[name] for name in _LOCKS_DRAFTER} | {
         "precision": training_args.mixed_precision,  # the launcher's, too
-        "rows_per_step": training_args.rows_per_step,
+        "tokens_per_step": training_args.tokens_per_step,
+        "rows_per_step": training_args.rows_per_step if training_args.tokens_per_step is None else None,
         "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),
     }  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...files import damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.target_shape import TargetLayers
+from ...model.target_shape import TargetLayers, state_width
 from .. import (
     CachedFeatures,
     GumihoTrainingArguments,
@@ -41,6 +41,7 @@ from ..feature_cache import (
     layer_fields,
     row_lengths,
 )
+from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
@@ -85,11 +86,18 @@ class Run:
         phases: Training arguments by the name of the phase.
         folder: Receives the drafter.
         measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+        rates: Gives learning rates by what is trained, for a width of the target; none where those of `phases` hold.
     """
 
     def __init__(
-        self, args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], folder: Path, measures: Measures
+        self,
+        args: RecipeArguments,
+        phases: dict[str, GumihoTrainingArguments],
+        folder: Path,
+        measures: Measures,
+        rates: Callable[[int], dict[str, float]] = lambda width: {},
     ):
+        self.rates = rates
         self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
         self.measures = measures
         self.training_args = next(iter(phases.values()))
@@ -201,7 +209,7 @@ class Run:
         """
         args, phases = self.args, list(self.phases.values())
         num_rows, length = self._size_of_data()
-        self._limit_vocabulary()
+        self._fit_to_target()
         measures = self.target_config, self.drafter_config, num_rows, length
         needs = estimate(args, phases, *measures)
         if args.cache_features == "auto" and args.features is None:
@@ -219,12 +227,18 @@ class Run:
         if not args.ignore_plan:
             check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
 
-    def _limit_vocabulary(self) -> None:
-        """Gives a new drafter the recipe's share of the target's tokens, where the user gives no number."""
+    def _fit_to_target(self) -> None:
+        """Gives phases what the target decides: the learning rate, and a new drafter's share of the tokens."""
+        config = self.target_config.get_text_config(decoder=True)
+        rates = self.rates(state_width(config))
         share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
         for phase in self.phases.values():
+            if rates:
+                has_heads_alone = phase.train_only in ("parallel", "transition")
+                kind = "heads" if has_heads_alone else "new" if self.args.drafter is None else "further"
+                phase.learning_rate = rates[kind]
             if share < 1 and phase.draft_vocabulary_size is None:
-                phase.draft_vocabulary_size = int(self.target_config.get_text_config(decoder=True).vocab_size * share)
+                phase.draft_vocabulary_size = int(config.vocab_size * share)
 
     def _size_of_data(self) -> tuple[int, float]:
         """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
@@ -301,6 +315,7 @@ class Run:
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+            num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
             with self.training_args.main_process_first(desc="preparing the data"):
                 evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
                 learned, report = prepared(args, tokenizer, self.target.config, trained)
@@ -312,7 +327,7 @@ class Run:
                 say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
                 write_feature_cache(
                     dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
+                    target_layer_ids=self.layers, tokens_per_batch=num_tokens,
                 )  # fmt: skip
 
         self._once("features", contents, extract, alone=False)
@@ -333,7 +348,7 @@ class Run:
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
-        self._limit_vocabulary()
+        self._fit_to_target()
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target

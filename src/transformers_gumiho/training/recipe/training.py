@@ -34,7 +34,7 @@ from ..data.conversations import first_question
 from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
 from ..data.run_files import Record, forced_differences
-from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
+from ..feature_cache import MADE_FROM, TARGET_FOLDER
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
 from .recipes import RECIPES
@@ -140,8 +140,7 @@ class Training:
         source = self.load_source()
         with unsplit_models(training_args):
             drafter = _make_drafter(self.args, start, self.fields, source, is_trained=state is not None)
-        lengths = row_lengths(self.data["train_dataset"])
-        progress = Progress(phase, sum(lengths) / len(lengths) * training_args.rows_per_step if lengths else None)
+        progress = Progress(phase)
         trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
         trainer.remove_callback(PrinterCallback)
         if trainer.pop_callback(ProgressCallback) is not None:
@@ -151,21 +150,17 @@ class Training:
         return trainer
 
     def _fit_to_data(self, planned: GumihoTrainingArguments) -> GumihoTrainingArguments:
-        """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for."""
+        """Returns a phase's arguments, without evaluations where no rows are held out."""
+        rows_per_pass, num_rows = planned.world_size * planned.train_batch_size, len(self.data["train_dataset"])
+        if planned.dataloader_drop_last and planned.tokens_per_step is None and num_rows < rows_per_pass:
+            raise UserValueError(
+                f"--dataloader_drop_last drops all {num_rows} rows, as a batch has {rows_per_pass}. Leave it out, or "
+                f"lower --per_device_train_batch_size."
+            )
         changes: dict[str, Any] = {}
         if self.data["eval_dataset"] is None:
             say("no held-out rows: the last checkpoint is the drafter, and no draft temperatures are fitted")
             changes = {"eval_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
-        lengths = row_lengths(self.data["train_dataset"])
-        if self.args.tokens_per_step is not None and lengths:
-            rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
-            changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
-        rows_per_pass = planned.world_size * changes.get("per_device_train_batch_size", planned.train_batch_size)
-        if planned.dataloader_drop_last and lengths and len(lengths) < rows_per_pass:
-            raise UserValueError(
-                f"--dataloader_drop_last drops all {len(lengths)} rows, as a batch has {rows_per_pass}. Leave it out, "
-                f"or lower --per_device_train_batch_size."
-            )
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         return replace(planned, **changes)
 
