@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -370,6 +371,46 @@ def masks_for_attention(implementation: str) -> str | None:
 def eager_attention(kind: type) -> Any:
     """Returns the function that layers of a class call with `eager` attention, if any."""
     return getattr(attention_file(kind), "eager_attention_forward", None)
+
+
+# Functions that mixers call by these names in their files, for several tokens that follow a state: a short
+# convolution, and recurrences.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+SCAN = "mamba2_chunk_scan"
+# What layers call that read their states from a cache, and how attention counts positions by its slots.
+_READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+_COUNT_OF_SLOTS = "get_query_offset"
+
+
+@functools.cache
+def names_in_code(kind: type) -> dict[str, dict[str, Any]]:
+    """Returns the names of functions and attributes in the code of a class, each with the globals of that code."""
+    functions = [
+        value for base in reversed(kind.__mro__) for value in vars(base).values() if inspect.isfunction(value)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for plain in map(inspect.unwrap, functions):
+        codes = [plain.__code__]
+        for code in codes:  # grows while it is read, by functions within functions
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            found |= dict.fromkeys(code.co_names, plain.__globals__)
+    return found
+
+
+def reads_states(kind: type) -> bool:
+    """Whether modules of a class keep states in a cache."""
+    return not _READS_OF_STATES.isdisjoint(names_in_code(kind))
+
+
+def counts_slots(kind: type) -> bool:
+    """Whether attention of a class reads positions off the slots of a cache."""
+    return _COUNT_OF_SLOTS in names_in_code(kind)
+
+
+def is_of_transformers(function: Callable[..., Any]) -> bool:
+    """Whether a function is transformers' own."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] == "transformers"
 
 
 def experts_function(implementation: str) -> Callable[..., Any]:

@@ -133,8 +133,8 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("placement", [place for place in PLACEMENTS.values() if isinstance(place[0], str)], ids=str)
-@pytest.mark.parametrize("family", ["lfm2", "bloom"])
-def test_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "bloom"])
+def test_recurrent_and_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
     target = make_chain_target(family)
     drafter = make_chain_drafter(target)
     expected = generate(target, drafter, make_prompts([9, 4]), "cpu", **SAMPLED)

@@ -128,7 +128,9 @@ def decode_with_tree(
             generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
+        session.finish(
+            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
+        )
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:

@@ -89,12 +89,14 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
+        longest_run (`int`, *optional*): Most tokens of a run of the context. Unlimited by default.
 
     The other arguments are those of [`GumihoDrafter`].
     """
 
     context: ContextDrafts | None = None
     break_even: float | None = None
+    longest_run: int | None = None
 
     # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
@@ -146,6 +148,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
+            longest_run=session.longest_run,
         )
 
     @staticmethod
@@ -211,7 +214,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
         if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
-        return range(settings.num_assistant_tokens + 1, num_missing)
+        longest = num_missing if self.longest_run is None else min(self.longest_run + 1, num_missing)
+        return range(settings.num_assistant_tokens + 1, longest)
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""

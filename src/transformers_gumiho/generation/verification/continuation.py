@@ -5,7 +5,8 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from .chains import ChainCache, held_tensors
+from .chains import ChainCache
+from .rollback import held_tensors
 from .traits import TargetTraits, Unsupported
 from .trial import NUM_TOKENS, Rows, Trial, largest_error, run_singly, trial_tokens, tried
 

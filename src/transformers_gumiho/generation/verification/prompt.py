@@ -114,7 +114,7 @@ def read_prompt(
     # 2. What the pass may replace in the arguments is read before it.
     reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
+    num_before = 0 if cache is None or not traits.counts_entries else cache.get_seq_length()
     of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
     read_pass = None if read_target is None or holds_layers else reader.read_pass
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
@@ -166,7 +166,8 @@ def read_prompt(
         session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
+        can_rewind = keeps_cache and batch_size > 1
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
@@ -242,7 +243,7 @@ def _is_replaced(
 
 def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
     """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
-    if traits.is_chain:
+    if not traits.counts_entries:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
     traits.check_is_written(cache, num_before)

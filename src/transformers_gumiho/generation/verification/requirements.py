@@ -13,11 +13,11 @@ from ...internals import attention_implementation, is_pipeline_stage, own_step_o
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
-from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .continuation import check_multi_token_decode
 from .cycle_shapes import with_eager_decoder
 from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
+from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
