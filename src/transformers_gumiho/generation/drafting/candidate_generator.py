@@ -38,11 +38,13 @@ class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
     if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the
-    target's positions have ended, with the root alone. `num_left` counts the cycles of the pause after this one.
+    target's positions have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this
+    one, and `break_even` are the tokens per row that a drafted cycle must commit.
     """
 
     source: Literal["drafter", "context", "pause", "end"]
     num_left: int = 0
+    break_even: float | None = None
 
 
 class DraftingPause:
@@ -212,7 +214,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if is_run:
             return DraftOrigin("context")
         if pause is not None and pause.take_cycle():
-            return DraftOrigin("pause", pause.num_left)
+            return DraftOrigin("pause", pause.num_left, self.break_even)
         return DraftOrigin("drafter")
 
     def _run_lengths(self, num_missing: int) -> range:

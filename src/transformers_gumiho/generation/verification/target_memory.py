@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...internals import WeightState, mark_static_address
+from ...internals import mark_static_address
+from ...model.target_shape import WeightState
 from ...model.wrappers import as_target
 
 
