@@ -24,11 +24,10 @@ from ..internals import named_arguments, prepared_request
 from ..model.loading import find_packaged_folder, is_of_drafter
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import unwrap_drafter, unwrap_model
-from .verification.continuation import check_multi_token_decode
 from .verification.cycle_shapes import with_eager_decoder
 from .verification.placement import drafter_device
-from .verification.prompt import check_prompt_pass
 from .verification.requirements import check_pair, check_request, check_target, unsupported_reason
+from .verification.trial import check_multi_token_decode
 
 
 logger = logging.get_logger(__name__)
@@ -156,14 +155,9 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The `generate` of this {type(target).__name__} takes no `assistant_model`, so nothing can be attached: "
             f"it takes {', '.join(parameters)}. Give it `**kwargs` that it hands on to `super().generate`."
         )
-    # What only a pass can say is tried with a few tokens: for chains, and for a `forward` that transformers does not
-    # bring.
-    layers = drafter.config.layers_read(target.config)
-    verifier = with_eager_decoder(target, layers)
+    # What only a pass can say is tried with a few tokens.
     if traits.is_chain:
-        check_multi_token_decode(verifier, traits, None, batch_size=1)
-    elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, layers)
+        check_multi_token_decode(with_eager_decoder(target, drafter.config.layers_read(target.config)), traits, None)
 
 
 class AttachedGenerate:

@@ -11,7 +11,6 @@ from ...model.target_shape import TargetLayers
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, StaticMemory, cycle_shapes
-from .placement import input_device
 from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
@@ -66,16 +65,15 @@ def read_prompt(
     # 2. What the pass may replace in the arguments is read before it.
     reader = FeatureReader(model, layers)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    num_before = 0 if cache is None or traits.is_chain else cache.get_seq_length()
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
-        cache, num_before = outputs[name], 0
+        cache = outputs[name]
     # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
-    length = _num_entries(traits, cache, mask, num_read, num_before)
+    length = _num_entries(traits, cache, mask, num_read)
     # A cache of fixed shapes never grows. Paths longer than a tree's usual ones use the slots of later tokens.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
     prompt = TargetPrompt(
@@ -99,8 +97,7 @@ def read_prompt(
         pad_token = pad_token_id(generation_config) or 0
         session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared, pad_token)
     else:
-        hidden = None if traits.attention.sees_padding else prompt.mask
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory)
+        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
@@ -143,22 +140,6 @@ def _run_prompt(
         return outputs, reader.collect(end_capture())
 
 
-@torch.no_grad()
-def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: TargetLayers | None) -> None:
-    """
-    Runs the target on two tokens.
-
-    Raises:
-        ValueError: The pass adds nothing to its cache.
-        RuntimeError: The states that the drafter reads cannot be read.
-    """
-    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=input_device(target)), traits.make_cache()
-    model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
-    model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
-    _num_entries(traits, cache, None, 2, 0)
-
-
 def _is_replaced(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], written: Any, name: str
 ) -> bool:
@@ -170,11 +151,11 @@ def _is_replaced(
     return model.prepare_inputs_for_generation(input_ids, **model_kwargs).get(name) is not given
 
 
-def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
-    """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
+def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int) -> int:
+    """Returns the entries of `cache` after a prefill of `num_read` tokens."""
     if traits.is_chain:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
-    traits.check_is_written(cache, num_before)
+    traits.check_is_whole(cache)
     length: int = cache.get_seq_length()
     return length

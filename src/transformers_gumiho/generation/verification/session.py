@@ -165,7 +165,6 @@ class TargetSession:
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
-        self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
         self._last_offset = self.max_new_tokens - 2
@@ -200,7 +199,7 @@ class TargetSession:
         num_nodes = tree.tokens.shape[1]
         # Attention is faster without a mask, where the implementation is known to do without one.
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
-        masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
+        masks = make_masks(tree, self.cache, self.dtype, self.traits.windows, attention.omits_masks)
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
