@@ -47,3 +47,7 @@ def main() -> None:
         asked_for = name in ("-h", "--help")
         (sys.stdout if asked_for else sys.stderr).write(unknown + _USAGE)
         raise SystemExit(0 if asked_for else 2)
+
+
+if __name__ == "__main__":
+    main()

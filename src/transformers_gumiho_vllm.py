@@ -7,7 +7,6 @@ Every process of vLLM calls [`register`], with a drafter or without one. Importi
 
 import functools
 import importlib
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -38,40 +37,22 @@ def register() -> None:
     """
     Makes vLLM draft with Gumiho drafters. Further calls change nothing.
 
-    If vLLM has Gumiho itself, this does nothing. If vLLM lacks a name that the plug-in needs, Gumiho drafters are
-    refused. All other models work as without this package.
+    If vLLM has Gumiho itself, this does nothing. What the plug-in needs of vLLM is checked where a Gumiho drafter is
+    loaded. All other models work as without this package.
     """
     try:
         registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
         if any("Gumiho" in name and name != ARCHITECTURE for name in registry.models):
             _say_once("This vLLM has Gumiho itself, so the Gumiho plug-in does nothing.")
             return
-        refusal, caution = _check_contract()
-        if not refusal:
-            if ARCHITECTURE not in registry.models:
-                registry.register_model(ARCHITECTURE, _MODEL)
-            for module, names in _DRAFTING_CLASSES.items():
-                _after_import(module, functools.partial(_choose_by_drafter, *names))
-            _after_import("vllm.v1.core.sched.scheduler", _watch_acceptance)
-        _read_configs_of_drafters(refusal, caution)
+        if ARCHITECTURE not in registry.models:
+            registry.register_model(ARCHITECTURE, _MODEL)
+        for module, names in _DRAFTING_CLASSES.items():
+            _after_import(module, functools.partial(_choose_by_drafter, *names))
+        _after_import("vllm.v1.core.sched.scheduler", _watch_acceptance)
+        _read_configs_of_drafters()
     except Exception as error:
         _say_what_does_not_fit(error)
-
-
-def _check_contract() -> tuple[str, str]:
-    """Returns why Gumiho cannot be used with this vLLM, and what is untested; "" for nothing."""
-    # Loaded from its file, because importing the package takes long.
-    package = importlib.util.find_spec("transformers_gumiho")
-    assert package is not None
-    file = Path(str(package.origin)).parent / "vllm" / "contract.py"
-    spec = importlib.util.spec_from_file_location("transformers_gumiho_vllm_contract", file)
-    assert spec is not None
-    assert spec.loader is not None
-    contract = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(contract)
-    root = Path(importlib.import_module("vllm").__path__[0]).parent
-    hooks, version = list(contract.read_hooks(root)), contract.read_version(root)
-    return contract.refusal(hooks, version), contract.caution(hooks, version)
 
 
 def _say_once(message: str) -> None:
@@ -88,8 +69,8 @@ def _say_what_does_not_fit(error: Exception) -> None:
 # Reading the configs of drafters.
 
 
-def _read_configs_of_drafters(refusal: str, caution: str) -> None:
-    """Makes vLLM read configs of Gumiho drafters with this package. `refusal` is raised, `caution` logged once."""
+def _read_configs_of_drafters() -> None:
+    """Makes vLLM read configs of Gumiho drafters with this package, and logs once if its release is untested."""
     warn = functools.cache(_say_once)
     # Patched where it is called, because vLLM imports the function by its name.
     module: Any = importlib.import_module("vllm.config.model")
@@ -114,11 +95,10 @@ def _read_configs_of_drafters(refusal: str, caution: str) -> None:
                 # If the package is imported, transformers knows the type `gumiho`.
                 if getattr(config, "model_type", None) != "gumiho":
                     return config
-        if refusal:
-            raise ValueError(f"{str(model)!r} is a Gumiho drafter, which cannot be used here. {refusal}")
-        if caution:
-            warn(caution)
         configuration = importlib.import_module("transformers_gumiho.vllm.configuration")
+        version = str(importlib.import_module("vllm").__version__)
+        if caution := importlib.import_module("transformers_gumiho.vllm.contract").caution(version):
+            warn(caution)
         return configuration.read_drafter(model, revision=revision, token=token)
 
     get_config.reads_gumiho = True  # type: ignore[attr-defined]

@@ -51,10 +51,9 @@ def _transformers_called_generate() -> bool:
     frame, is_inside = inspect.currentframe(), False
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        # Decorators around it, and what `attach` sets.
-        if is_inside and not module.startswith(
-            ("torch.", "transformers.utils.", "transformers_gumiho.generation.attach")
-        ):
+        # Decorators around it, and what `attach` extends it by.
+        around = ("torch.", "transformers.utils.", "transformers_gumiho.")
+        if is_inside and not module.startswith(around):
             return module.startswith("transformers.")
         is_inside = is_inside or (module == "transformers.generation.utils" and frame.f_code.co_name == "generate")
         frame = frame.f_back

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
-from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.tools.pairs import load_pair
 from transformers_gumiho.tools.pairs.arguments import DraftingArguments
 from transformers_gumiho.tools.pairs.loading import use_options
 from transformers_gumiho.tools.presenting import Cycle, watch_cycles
 from transformers_gumiho.tools.presenting.cycles import CycleLabels, label_cycle
 from transformers_gumiho.tools.presenting.tree_svg import lay_out
+from transformers_gumiho.training.data.open_text import encode_turn
 
 
 INK, GRAY, GREEN, ORANGE, BLUE = "#1f2937", "#94a3b8", "#15803d", "#c2410c", "#2563eb"

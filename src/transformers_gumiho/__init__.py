@@ -13,7 +13,7 @@ from .generation.attach import attach, attached, detach
 from .generation.drafting.candidate_generator import GumihoCandidateGenerator
 from .generation.hooks import GumihoGenerationMixin, install
 from .generation.loop import GumihoGenerateOutput
-from .generation.verification.cycle_shapes import free_memory
+from .generation.verification.target_memory import free_memory
 from .model.configuration_gumiho import GumihoConfig
 from .model.decoding_settings import DraftingSettings
 from .model.loading import register_released_names
@@ -38,8 +38,7 @@ AutoModel.register(GumihoConfig, GumihoModel, exist_ok=True)
 AutoModelForCausalLM.register(GumihoConfig, GumihoModel, exist_ok=True)
 # If an assistant is given by name, a pipeline looks up the class that its config names in the module `transformers`.
 # transformers replaces this module while its models are imported, so the package gets it here and not at the top.
-if not hasattr(importlib.import_module("transformers"), GumihoModel.__name__):
-    importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
+importlib.import_module("transformers").GumihoModel = GumihoModel  # type: ignore[attr-defined]
 register_released_names()
 install()
 

@@ -1,5 +1,6 @@
 """The commands of `gumiho`, which `transformers_gumiho_cli` starts."""
 
+import argparse
 import inspect
 import io
 import sys
@@ -7,8 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from transformers.utils import logging
-
-from transformers_gumiho_cli import main
 
 from .commands import INTERRUPTED, parse, reported_in_one_line
 
@@ -23,6 +22,13 @@ def run(name: str, words: list[str]) -> None:
     logging.disable_progress_bar()
     with reported_in_one_line(f"gumiho {name}"):
         _COMMANDS[name](words)
+
+
+def main() -> None:
+    """Runs the command that the command line names, for launchers that start a module instead of `gumiho`."""
+    parser = argparse.ArgumentParser("gumiho")
+    parser.add_argument("command", choices=list(_COMMANDS))
+    run(parser.parse_args(sys.argv[1:2]).command, sys.argv[2:])
 
 
 def _generate(words: list[str]) -> None:
@@ -99,8 +105,6 @@ def _parse(options: type[Options], command: Callable[..., Any], words: list[str]
     (parsed,) = parse([options], name or command.__name__, words, summary)
     return parsed
 
-
-__all__ = ["main", "run"]
 
 if __name__ == "__main__":
     main()

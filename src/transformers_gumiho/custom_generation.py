@@ -1,43 +1,21 @@
-"""Entry points for the code in repositories of drafters, and of targets that bring a drafter."""
+"""Entry points for the code in folders that `gumiho attach` writes, and in repositories of drafters."""
 
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
 from .commands import UserValueError
-from .generation.attach import generate_where_possible, load_drafter
-from .internals import repository_of_call
+from .generation.attach import attached_drafter, generate_where_possible, named_drafter
+from .internals import passes_all_arguments
 
 
-# Arguments of `generate()` that say how a repository is read. They apply to the drafter and to the code next to it.
-_LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-
-
-def generate(model: PreTrainedModel, assistant_model: PreTrainedModel | None = None, **kwargs: Any) -> Any:
-    """
-    Generates with the drafter of the repository that was given as `custom_generate`. The first call loads the drafter,
-    to the device of the target's output head and in the target's dtype. It is kept as long as the target.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        assistant_model (`PreTrainedModel`, *optional*): A drafter to use instead of the repository's.
-        **kwargs: The other arguments of `generate()`.
-
-    Returns:
-        What `model.generate(assistant_model=<the drafter>, **kwargs)` returns.
-    """
-    loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
-    if assistant_model is None:
-        if not (repository := repository_of_call(model)):
-            raise UserValueError(
-                "This function was not called by `target.generate(custom_generate=<name or folder of a Gumiho "
-                "drafter>, trust_remote_code=True)`, so there is no repository to load a drafter from. Call it so, or "
-                "pass `assistant_model=GumihoModel.from_pretrained(...)`."
-            )
-        assistant_model = load_drafter(model, repository, **loading)
-    # Not `model.generate`: if the target's own folder holds a `custom_generate`, that has replaced it.
-    return type(model).generate(model, assistant_model=assistant_model, **kwargs)
+def generate(model: PreTrainedModel, **kwargs: Any) -> NoReturn:
+    """Says what replaces `custom_generate=<repository of a drafter>`. Raises `ValueError`."""
+    raise UserValueError(
+        "A drafter is no `custom_generate`. Give its name or folder as `assistant_model`: "
+        "`target.generate(..., assistant_model='owner/drafter')`, after `import transformers_gumiho`."
+    )
 
 
 def generate_attached(
@@ -56,12 +34,13 @@ def generate_attached(
         from .training.recording import record_once
 
         record_once(model, record_in)
-    # `generate(custom_generate=<this folder>)` passes every argument, and `None` for those that were not given.
-    if kwargs.get("assistant_model") is None and repository_of_call(model):
-        kwargs.pop("assistant_model", None)
+    if kwargs.get("assistant_model") is None and passes_all_arguments(kwargs):
+        del kwargs["assistant_model"]
     # Not `model.generate`, which is the `generate` of this folder.
     plain = types.MethodType(type(model).generate, model)
-    return generate_where_possible(plain, model, drafter, args, kwargs)
+    if attached_drafter(model) is not None:  # it goes first
+        return plain(*args, **kwargs)
+    return generate_where_possible(plain, model, lambda: named_drafter(model, drafter), args, kwargs)
 
 
 __all__ = ["generate", "generate_attached"]

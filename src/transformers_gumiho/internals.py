@@ -6,10 +6,13 @@ libraries can break only this file, and `tests/unit/test_internals.py` shows wha
 """
 
 import copy
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ VALIDATION_STEP = "_validate_generation_mode"
 DECODING_STEP = "_assisted_decoding"
 # Decodes without an assistant.
 PLAIN_STEP = "_sample"
+# `attach` replaces this one, because only it sees whether a call names an assistant.
+ENTRY = "generate"
 
 # Name of the cache in the arguments and outputs of models: the same for all models since transformers 5.24.
 CACHE_NAME = (
@@ -95,9 +100,25 @@ def generation_step(name: str) -> Callable[..., Any]:
     return getattr(GenerationMixin, name)
 
 
-def replace_generation_step(name: str, step: Callable[..., Any]) -> None:
-    """Replaces a step of `generate()` for all generating classes."""
-    setattr(GenerationMixin, name, step)
+# Attribute of a step that was replaced, with what it calls.
+_HOOK = "gumiho_hook"
+
+
+def extend_generation_step(name: str, hook: Callable[..., Any]) -> None:
+    """
+    Replaces a step of `generate()` for all generating classes by `hook(plain, model, ...)`, where `plain` is the step
+    that was there. Doing so again changes nothing. A package that is imported a second time has other hooks, which
+    call those of the first.
+    """
+    plain = generation_step(name)
+    if getattr(plain, _HOOK, None) is not hook:
+        # `generate()` reads the signature of the methods it calls; `wraps` keeps the original one.
+        @functools.wraps(plain)
+        def step(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            return hook(functools.partial(plain, self), self, *args, **kwargs)
+
+        setattr(step, _HOOK, hook)
+        setattr(GenerationMixin, name, step)
 
 
 # Steps of the plain loop that no drafted call runs.
@@ -122,11 +143,14 @@ FILES_OF_ATTENTION = (_masking, _sdpa)
 _ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 
 
-def named_arguments(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of a target's `generate()` by the names that it or transformers gives them."""
-    parameters = inspect.signature(generate).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return dict(zip(names or _ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
+def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of `generate()` by their names."""
+    return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
+
+
+def passes_all_arguments(kwargs: dict[str, Any]) -> bool:
+    """Whether these come from `generate(custom_generate=...)`, which passes `None` for what was not given."""
+    return kwargs.keys() >= {*_ARGUMENTS_OF_GENERATE} - {"custom_generate"}
 
 
 def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -142,27 +166,10 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
     return config, mode_kwargs
 
 
-def default_setting(name: str) -> Any:
-    """Returns the value of a generation setting in calls where neither the caller nor the target gives one."""
-    return GenerationConfig._get_default_generation_params().get(name)
-
-
-def repository_of_call(target: PreTrainedModel) -> str | None:
-    """
-    Returns the `custom_generate` of the running call of the target's `generate()`, or `None` if it is no name.
-
-    transformers passes all arguments except this one to the repository's code, and runs a copy of the code in another
-    folder. A name written into the code would be wrong in clones, forks, renamed repositories and local folders. So
-    the name is read from the frame of the call.
-    """
-    frame = inspect.currentframe()
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is target:
-            name = frame.f_locals.get("custom_generate")
-            return name if isinstance(name, str) else None
-        frame = frame.f_back
-    return None
+def default_settings() -> dict[str, Any]:
+    """Returns the generation settings of calls where neither the caller nor the target gives any."""
+    settings: dict[str, Any] = GenerationConfig._get_default_generation_params()
+    return settings
 
 
 def run_prompt(
@@ -170,6 +177,17 @@ def run_prompt(
 ) -> Any:
     """Runs transformers' own prefill, with its chunking; only so decoding is exact. Returns the model's output."""
     return target._prefill(input_ids, generation_config, model_kwargs)
+
+
+def updated_kwargs(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a pass after the one that returned `outputs`, as plain decoding makes them."""
+    return dict(target._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False))
+
+
+def grows_with_text(target: PreTrainedModel, argument: str) -> bool:
+    """Whether [`updated_kwargs`] knows the argument by name, and so makes it as long as the text."""
+    updates = (vars(kind).get("_update_model_kwargs_for_generation") for kind in type(target).__mro__)
+    return any(argument in update.__code__.co_consts for update in updates if update is not None)
 
 
 # Releases that mark the caller's cache. In others any cache may be the caller's.
@@ -267,7 +285,17 @@ def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedCo
     config._attn_implementation = other._attn_implementation
 
 
-def supports_sdpa(target: PreTrainedModel) -> bool:
+def commit_of(config: PreTrainedConfig) -> str | None:
+    """Returns the commit of the Hub that a config was loaded from; `None` for one of a folder."""
+    return getattr(config, "_commit_hash", None)
+
+
+def adopt_eager_attention(config: PreTrainedConfig) -> None:
+    """Makes layers with this config compute eager attention, the only one that some have."""
+    config._attn_implementation = "eager"
+
+
+def supports_sdpa(target: Any) -> bool:
     """Whether the target's layers can use `sdpa` attention."""
     return bool(target._supports_sdpa)
 
@@ -311,6 +339,46 @@ def eager_attention(kind: type) -> Any:
     return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
+# Functions that mixers call by these names in their files, for several tokens that follow a state: a short
+# convolution, and recurrences.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+SCAN = "mamba2_chunk_scan"
+# What layers call that read their states from a cache, and how attention counts positions by its slots.
+_READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+_COUNT_OF_SLOTS = "get_query_offset"
+
+
+@functools.cache
+def names_in_code(kind: type) -> dict[str, dict[str, Any]]:
+    """Returns the names of functions and attributes in the code of a class, each with the globals of that code."""
+    functions = [
+        value for base in reversed(kind.__mro__) for value in vars(base).values() if inspect.isfunction(value)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for plain in map(inspect.unwrap, functions):
+        codes = [plain.__code__]
+        for code in codes:  # grows while it is read, by functions within functions
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            found |= dict.fromkeys(code.co_names, plain.__globals__)
+    return found
+
+
+def reads_states(kind: type) -> bool:
+    """Whether modules of a class keep states in a cache."""
+    return not _READS_OF_STATES.isdisjoint(names_in_code(kind))
+
+
+def counts_slots(kind: type) -> bool:
+    """Whether attention of a class reads positions off the slots of a cache."""
+    return _COUNT_OF_SLOTS in names_in_code(kind)
+
+
+def is_of_transformers(function: Callable[..., Any]) -> bool:
+    """Whether a function is transformers' own."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] == "transformers"
+
+
 def experts_function(implementation: str) -> Callable[..., Any]:
     """Returns the function that experts with this implementation run."""
     function: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS[implementation]
@@ -333,7 +401,7 @@ def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: to
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Returns what `module.modules()` does in another order, in a quarter of the time: each call reads them all."""
+    """Returns what `module.modules()` does, in another order and sooner: each call of `generate()` reads them all."""
     found, known = [module], {module}
     for parent in found:  # grows while it is read
         new = [child for child in parent._modules.values() if child is not None and child not in known]
@@ -448,6 +516,56 @@ def is_in_place(operation: Any) -> bool:
     return bool(operation._schema.is_mutable)
 
 
+# Numbers of each weight that are compared, because code that writes to `weight.data` counts no new version.
+_NUM_COMPARED = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class WeightState:
+    """
+    What changes when weights are replaced or written in place: equal states are those of the same numbers, unless
+    code wrote to `weight.data` and hit none of a sample.
+    """
+
+    versions: list[tuple[Any, ...]]
+    sample: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weights: Sequence[torch.Tensor], is_sampled: bool = True) -> "WeightState":
+        """
+        Returns the state of weights on any devices. A comparison waits for the device once; without a sample it does
+        not wait.
+        """
+        versions = [(weight.data_ptr(), version_of(weight), weight.shape, weight.dtype) for weight in weights]
+        parts = [_sample(weight.detach()) for weight in weights if is_sampled] or [torch.empty(0, device="cpu")]
+        return cls(versions, torch.cat([part.to(parts[0].device, torch.float32) for part in parts]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WeightState) or self.versions != other.versions:
+            return False
+        return torch.equal(self.sample, other.sample)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Returns numbers of all parts of a weight."""
+    # One more than a multiple of a row's length, mostly: other columns in each row.
+    step = max(weight.numel() // _NUM_COMPARED, 1)
+    return weight.reshape(-1)[:: step + 1 if step > 1 else 1]
+
+
 def drive_one_device(args: Any) -> None:
     """Limits a `Trainer` to one device in this process, instead of wrapping the model in `DataParallel`."""
     args._n_gpu = min(args.n_gpu, 1)
+
+
+@contextmanager
+def gradients_of_pass(accelerator: Any, model: Any, is_last: bool) -> Iterator[None]:
+    """
+    Within this, gradients of a pass are added to those of the step. Processes exchange them in the last pass; with
+    DeepSpeed in each one, and it updates the weights in the last.
+    """
+    accelerator.gradient_state._set_sync_gradients(is_last)
+    waits = is_last or accelerator.distributed_type == "DEEPSPEED"
+    with nullcontext() if waits else accelerator.no_sync(model):
+        yield

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import peft
@@ -42,6 +43,20 @@ def text_of(target: torch.nn.Module, drafter: GumihoModel) -> torch.Tensor:
     """Asserts that drafted texts, sampled and greedy, equal plain ones; returns the greedy one."""
     equals_plain(target, drafter, lengths=[6], max_new_tokens=24, do_sample=True)
     return equals_plain(target, drafter, lengths=[6, 4], max_new_tokens=24).sequences
+
+
+@pytest.mark.skipif("ensure_weight_tying" not in signature(LoraConfig).parameters, reason="of newer releases")
+def test_the_head_of_an_embedding_that_is_trained_with_an_adapter() -> None:
+    """PEFT gives the width of the states as the head's `out_features`, here more than the vocabulary has tokens."""
+    target = make_target(vocab_size=24)
+    target.config.tie_word_embeddings = True
+    target.tie_weights()
+    drafter = make_drafter(target)
+    config = lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    config.target_modules = {"q_proj"}
+    adapted = get_peft_model(target, config).double().eval()
+    assert target.get_output_embeddings().out_features == 32
+    equals_plain(adapted, drafter, lengths=[6], max_new_tokens=16)
 
 
 def test_peft_model_in_all_its_states(pair: Pair) -> None:

@@ -7,6 +7,8 @@ import inspect
 import pickle
 import shutil
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-from transformers_gumiho import GumihoModel, attach, attached, detach
+from transformers_gumiho import GumihoModel, attach, attached, detach, record
 from transformers_gumiho.generation.attach import attached_drafter
 from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.training import checks
 
 
 PROMPT = make_prompts([5])
@@ -112,31 +115,63 @@ def test_a_target_and_its_drafters_are_freed_with_the_last_reference(tmp_path: P
             assert freed() is None
         references = [weakref.ref(target), weakref.ref(attach(target, tmp_path))]
         decode(target)
-        generate = target.generate
         del target
         assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError, match="was deleted"):
-        generate()
 
 
-def test_only_the_attached_model_itself_changes(pair: Pair) -> None:
+def attached_target() -> PreTrainedModel:
+    target = make_target()
+    attach(target, make_drafter(target))
+    return target
+
+
+def test_a_call_keeps_its_model(pair: Pair) -> None:
+    """As a bound method does: nobody else holds the model, or the copy."""
+    plain = decode(pair[0])[1]
+    assert torch.equal(attached_target().generate(**PROMPT, **SETTINGS), plain)
+    assert torch.equal(copy.deepcopy(attached_target()).generate(**PROMPT, **SETTINGS), plain)
+    assert torch.equal(copy.copy(attached_target()).generate(**PROMPT, **SETTINGS), plain)
+    generate = attached_target().generate
+    assert torch.equal(generate(**PROMPT, **SETTINGS), plain)
+
+
+def test_other_models_generate_as_before(pair: Pair) -> None:
     target, drafter = pair
-    num_plain, plain = decode(target)
-    signature, of_class = inspect.signature(target.generate), type(target).generate
+    num_plain, _ = decode(target)
+    signature = inspect.signature(target.generate)
     attach(target, drafter)
-    assert type(target).generate is of_class is GenerationMixin.generate
     assert inspect.signature(target.generate) == signature
-    num_passes, text = passes_of(target, lambda: type(target).generate(target, **PROMPT, **SETTINGS))
-    assert num_passes == num_plain
-    assert torch.equal(text, plain)
+    assert "generate" not in vars(target)
+    of_class = GenerationMixin.generate
     assert decode(make_target(seed=1))[0] == num_plain
     detach(target)
-    assert "generate" not in vars(target)
+    attach(target, drafter)
+    assert GenerationMixin.generate is of_class, "extended once"
 
 
-def test_detaching_restores_a_generate_that_was_there(pair: Pair) -> None:
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_blocks_that_overlap_end_as_they_began(pair: Pair, ends_first: int) -> None:
+    """Of threads, or of tasks of one thread."""
+    target, drafter = pair
+    lasting = attach(target, make_drafter(target, seed=1))
+    drafters = [drafter, make_drafter(target, seed=2)]
+    blocks = [attached(target, own) for own in drafters]
+    for block, own in zip(blocks, drafters, strict=True):
+        block.__enter__()
+        assert attached_drafter(target) is own
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(blocks[ends_first].__exit__, None, None, None).result()
+    assert attached_drafter(target) is drafters[1 - ends_first], "a block that is open drafts"
+    assert decode(target)[0] < 24
+    detach(target)
+    assert decode(target)[0] == 24
+    blocks[1 - ends_first].__exit__(None, None, None)
+    assert attached_drafter(target) is lasting
+
+
+def test_a_generate_that_was_set_drafts_if_it_calls_that_of_the_class(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)
     seen: list[bool] = []
@@ -151,18 +186,11 @@ def test_detaching_restores_a_generate_that_was_there(pair: Pair) -> None:
     num_passes, text = decode(target)
     assert num_passes < num_plain
     assert torch.equal(text, plain)
-    # What somebody puts around it stays, and no longer drafts.
-    attached_one = target.generate
-    target.generate = around = functools.wraps(attached_one)(lambda **kwargs: attached_one(**kwargs))  # type: ignore[assignment]
-    attach(target, drafter)
-    assert decode(target)[0] == num_passes
-    detach(target)
-    assert target.generate is around
-    assert decode(target)[0] == num_plain
-    target.generate = attached_one  # type: ignore[assignment]
+    assert decode(target, assistant_model=None)[0] == num_plain
     detach(target)
     assert target.generate is own
-    assert seen == [True, True, False]
+    assert decode(target)[0] == num_plain
+    assert seen == [False, True, False]
 
 
 class TakesNoAssistant(LlamaForCausalLM):
@@ -175,20 +203,15 @@ class OtherArguments(LlamaForCausalLM):
         return super().generate(input_ids, **kwargs)
 
 
-def test_a_generate_of_the_class_is_used_or_refused(pair: Pair) -> None:
-    drafter = pair[1]
-    refused, target = (kind(pair[0].config).double().eval() for kind in (TakesNoAssistant, OtherArguments))
-    with pytest.raises(ValueError, match="of this TakesNoAssistant takes no `assistant_model`"):
-        attach(refused, drafter)
-    assert "generate" not in vars(refused)
-    ids = PROMPT["input_ids"]
-    plain = target.generate(None, ids, **SETTINGS)
+@pytest.mark.parametrize(("kind", "before"), [(TakesNoAssistant, ()), (OtherArguments, (None,))])
+def test_a_generate_of_the_class_drafts(pair: Pair, kind: type[LlamaForCausalLM], before: tuple[None, ...]) -> None:
+    target = kind(pair[0].config).double().eval()
+    arguments = (*before, PROMPT["input_ids"])
+    plain = target.generate(*arguments, max_new_tokens=24)
     attach(target, make_drafter(target))
-    num_passes, drafted = passes_of(target, lambda: target.generate(None, ids, **SETTINGS))
+    num_passes, drafted = passes_of(target, lambda: target.generate(*arguments, max_new_tokens=24))
     assert num_passes < 24
     assert torch.equal(drafted, plain)
-    num_passes, _ = passes_of(target, lambda: target.generate(None, ids, **SETTINGS, assistant_model=None))
-    assert num_passes == 24
 
 
 def test_arguments_may_have_any_names(pair: Pair) -> None:
@@ -358,6 +381,62 @@ def test_what_only_a_pass_can_say_is_said_when_attaching(pair: Pair) -> None:
     assert decode(as_it_is)[0] < 24
 
 
+class Around(nn.Module):
+    """As wrappers with a value head are, of other packages."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.pretrained_model = model
+
+    def generate(self, **kwargs: Any) -> Any:
+        return self.pretrained_model.generate(**kwargs)
+
+
+class Runtime(GenerationMixin):
+    """As models of another runtime are: `generate()` of transformers, around what it does not know."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config, self.generation_config = config, GenerationConfig()
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", ["around", "runtime", "drafter", "adapter of a drafter", "backbone", "text"])
+def test_what_is_no_target_is_named(pair: Pair, kind: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, drafter = pair
+    given: Any = {
+        "around": lambda: Around(target),
+        "runtime": lambda: Runtime(target.config),
+        "drafter": lambda: drafter,
+        "adapter of a drafter": lambda: get_peft_model(make_drafter(target), LoraConfig(target_modules=["q_proj"])),
+        "backbone": lambda: target.model,
+        "text": lambda: "a name",
+    }[kind]()
+    reason = {
+        "around": "this is a Around. It holds a LlamaForCausalLM as `pretrained_model`: give that",
+        "runtime": "(this is a Runtime|Runtime is none). .*AutoModelForCausalLM",
+        "backbone": "LlamaModel does not generate text. Load it with `AutoModelForCausalLM",
+        "text": "this is a str. Load the target",
+    }.get(kind, "this GumihoModel is a drafter. Give the model that it drafts for")
+    ways: list[Callable[[], Any]] = [lambda: attach(given, drafter), lambda: attached(given, drafter).__enter__()]
+    if kind != "backbone":  # it has all that a new drafter needs
+        ways += [lambda: GumihoModel.from_target(given), lambda: record(given, tmp_path), lambda: detach(given)]
+    if kind not in ("runtime", "text"):
+        ways += [lambda: checks.check_given(given, {})] * (kind != "backbone")
+    if kind in ("runtime", "backbone"):
+        generate = functools.partial(GenerationMixin.generate, given)
+        ways += [lambda: generate(**PROMPT, assistant_model=drafter)] * (kind == "runtime")
+    for way in ways:
+        with pytest.raises(ValueError, match=reason):
+            way()
+
+
 def test_a_drafter_is_attached_only_to_its_target(pair: Pair) -> None:
     with pytest.raises(ValueError, match="has a vocabulary of 8, but LlamaForCausalLM has one of 12"):
         attach(make_target(vocab_size=12), pair[1])
@@ -392,14 +471,46 @@ def test_a_folder_that_is_written_anew_is_read_again(pair: Pair, tmp_path: Path)
     assert counts[1] < counts[0] == counts[2]
 
 
-def test_names_of_other_models_go_to_transformers(pair: Pair, tmp_path: Path) -> None:
-    target, _ = pair
-    target.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="No drafter can be read from 'some/folder'"):
-        decode(target, assistant_model="some/folder")
-    # It does not load them.
-    with pytest.raises(AttributeError, match="'str' object has no attribute 'config'"):
-        decode(target, assistant_model=str(tmp_path))
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("nothing", "There is no folder"),
+        ("a file", "is a file"),
+        ("an empty folder", "has no config.json"),
+        ("weights alone", "has no config.json"),
+        ("settings alone", "decoding settings alone"),
+        ("no JSON", "is damaged"),
+        ("no type", "has no config.json"),
+        ("a target", "is not a Gumiho drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_named(pair: Pair, tmp_path: Path, content: str, reason: str) -> None:
+    target, drafter = pair
+    folder = tmp_path / content
+    if content in ("weights alone", "no JSON", "no type"):
+        drafter.save_pretrained(folder)
+    elif content == "a target":
+        target.save_pretrained(folder)
+    elif content == "a file":
+        folder.write_text("{}")
+    elif content != "nothing":
+        folder.mkdir()
+    if content == "weights alone":
+        (folder / "config.json").unlink()
+        (folder / "generation_config.json").unlink()
+    elif content == "settings alone":
+        drafter.generation_config.save_pretrained(folder)
+    elif content in ("no JSON", "no type"):
+        (folder / "config.json").write_text("{" if content == "no JSON" else "{}")
+    for use in (
+        lambda: target.generate(**PROMPT, assistant_model=str(folder)),
+        lambda: target.generate(**PROMPT, assistant_model=folder),
+        lambda: attach(target, folder),
+    ):
+        with pytest.raises((ValueError, OSError), match=reason) as refused:
+            use()
+        assert repr(str(folder)) in str(refused.value)
+    assert attached_drafter(target) is None
 
 
 DEMO_TARGET, DEMO_DRAFTER = FOLDER / "target", FOLDER / "gumiho"

@@ -15,9 +15,8 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 from transformers_gumiho.generation.observers import GenerationObserver, observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
-from transformers_gumiho.generation.verification import kept as keeping
-from transformers_gumiho.generation.verification import traits
+from transformers_gumiho.generation.tree.walk import Path
+from transformers_gumiho.generation.verification import target_memory, traits
 from transformers_gumiho.generation.verification.chains import ChainCache
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
 from transformers_gumiho.internals import CACHE_NAME, modules_of
@@ -29,12 +28,12 @@ LOOKUP = {"prompt_lookup_num_tokens": 6}
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "zaya", "qwen3_5"])
 def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
     family: str, lengths: list[int], calls_of: Any
 ) -> None:
-    is_chain = family == "qwen3_5"
-    target = make_chain_target(family) if is_chain else make_target(family)
+    is_chain = family == "zaya"
+    target = make_chain_target(family) if family in ("zaya", "qwen3_5") else make_target(family)
     drafter = make_chain_drafter(target) if is_chain else make_drafter(target)
     arguments: dict[str, Any] = {**make_prompts(lengths), **GREEDY, "eos_token_id": [3, 6], "assistant_model": drafter}
     target.generate(**arguments)  # what is tried at the first call is not tried again
@@ -73,7 +72,7 @@ class Depths(GenerationObserver):
         self.depths: list[int] = []
         self.accepted_lengths: list[list[int]] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         self.depths.append(int(tree.depths.max()))
         self.accepted_lengths.append(path.accepted_lengths)
 
@@ -131,8 +130,8 @@ def test_the_drafter_reads_a_prompt_in_chunks(lengths: list[int], static: dict[s
 
 def test_what_weights_give_is_made_once_and_freed_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    keep = keeping._Kept  # noqa: SLF001
-    monkeypatch.setattr(keeping, "_Kept", lambda *args: (made.append(""), keep(*args))[1])
+    keep = target_memory._Derived  # noqa: SLF001
+    monkeypatch.setattr(target_memory, "_Derived", lambda *args: (made.append(""), keep(*args))[1])
     targets = [make_target()]
     drafter = make_drafter(targets[0], transition_rank=3, draft_vocabulary=[6, 1, 5, 2])
     settings = drafter.generation_config
@@ -154,7 +153,7 @@ def test_what_weights_give_is_made_once_and_freed_with_them(monkeypatch: pytest.
     assert [count(), count()] == [1, 0]
     head.weight.data.mul_(1.01)  # counts no version
     assert [count(), count()] == [2, 0], "cut head and transitions"
-    entries = [*keeping._kept[head][head].values(), *keeping._kept[drafter][head].values()]  # noqa: SLF001
+    entries = [entry for of_owner in target_memory.memory_of(head).derived.values() for entry in of_owner.values()]
     kept = [weakref.ref(tensor) for entry in entries for tensor in entry.tensors]
     assert len(kept) == 4
     del head, entries

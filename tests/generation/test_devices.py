@@ -21,11 +21,11 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
+from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
-from transformers_gumiho.generation.verification.trial import _measured
+from transformers_gumiho.generation.verification.trial import _verdicts
 from transformers_gumiho.internals import experts_function
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
@@ -128,13 +128,13 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
         devices = [torch.device("cuda:0"), torch.device("cuda:1")]
         assert [input_device(target), drafter_device(target)] == devices
         assert accelerators_of(target) == devices
-        assert attach.load_drafter(target, "drafter").device == devices[1]
+        assert attach.named_drafter(target, "drafter").device == devices[1]
     assert accelerators_of(make_target()) == []
 
 
 @pytest.mark.parametrize("placement", [place for place in PLACEMENTS.values() if isinstance(place[0], str)], ids=str)
-@pytest.mark.parametrize("family", ["lfm2", "bloom"])
-def test_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "bloom"])
+def test_recurrent_and_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
     target = make_chain_target(family)
     drafter = make_chain_drafter(target)
     expected = generate(target, drafter, make_prompts([9, 4]), "cpu", **SAMPLED)
@@ -152,7 +152,7 @@ def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
     # The noise of a batch's coming draws is not known there.
     prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
     expected = generate(target, drafter, prompts, "cpu", **kwargs)
-    _measured.clear()  # a target that verifies chains is tried on this device, too
+    _verdicts.clear()  # a target that verifies chains is tried on this device, too
     with pretending():
         target.to("mps")
         drafter.to("mps")
@@ -196,7 +196,7 @@ class Cycles(GenerationObserver):
         self.waits: list[int] = []
         self.num_tokens: list[int] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: walk.Path) -> None:
         self.waits.append(len(self.machine.waits))
         self.num_tokens.append(max(path.accepted_lengths))
 

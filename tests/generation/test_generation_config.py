@@ -145,21 +145,40 @@ def test_field_is_refused(pair: Pair, name: str) -> None:
         decode(target, REFUSED[name] | {"assistant_model": drafter, "trust_remote_code": True})
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"generation_config": GenerationConfig(num_assistant_tokens=2, max_new_tokens=24)}]
-)
-def test_a_tree_size_in_a_call_is_said_to_be_a_setting_of_the_drafter(
-    pair: Pair, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+OF_OTHER_ASSISTANTS: dict[str, Any] = {
+    "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.9, "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
+}  # fmt: skip
+OF_THE_DRAFTER: dict[str, Any] = {
+    "num_assistant_tokens": 2, "branching_factor": 2, "tree_depth": 2, "full_tree_attention": False,
+    "draft_temperature": 0.5, "draft_vocabulary": [1, 2], "break_even": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), (OF_OTHER_ASSISTANTS | OF_THE_DRAFTER).items())
+@pytest.mark.parametrize("where", ["the call", "its config", "the drafter's config"])
+def test_settings_without_an_effect_are_named(
+    pair: Pair, where: str, name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As it is of transformers' own assistants, which ignore it without a word."""
+    """transformers' own assistants ignore them. `generate()` itself refuses arguments that it does not know."""
     target, drafter = pair
-    given = given or {"num_assistant_tokens": 2}
-    expected = decode(target, given)
-    assert not caplog.messages
-    assert torch.equal(decode(target, given | {"assistant_model": drafter}), expected)
+    given = {name: value}
+    if where == "its config":
+        given = {"generation_config": GenerationConfig(**given, max_new_tokens=4)}
+    elif where == "the drafter's config":
+        if name in OF_THE_DRAFTER:
+            return
+        drafter, given = make_drafter(target, **given), {}
+    elif not hasattr(GenerationConfig(), name):
+        with pytest.raises(ValueError, match=rf"are not used by the model: \['{name}'\]"):
+            decode(target, given | {"assistant_model": drafter})
+        return
+    for _ in range(2):
+        decode(target, given | {"assistant_model": drafter})
     attach(target, drafter)
-    assert torch.equal(decode(target, given), expected)
+    decode(target, given)
     detach(target)
     (message,) = caplog.messages
-    assert "has no effect" in message
-    assert "Set `assistant_model.generation_config.num_assistant_tokens = 2`" in message
+    assert message.startswith(f"`{name}={value!r}` has no effect: ")
+    advice = f"Set `assistant_model.generation_config.{name} = {value!r}`"
+    assert (advice in message) == (name in OF_THE_DRAFTER)

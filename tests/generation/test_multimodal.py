@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from chains import both, draft_rate, make_chain_drafter
-from targets import equals_plain, make_drafter, make_prompts
+from targets import equals_plain, make_drafter, make_pair, make_prompts, passes_of
 from tiny_configs import small_config
 from transformers import (
     AutoModelForCausalLM,
@@ -15,7 +15,10 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MllamaConfig,
@@ -29,6 +32,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from transformers_gumiho import attach
 from transformers_gumiho.internals import CACHE_NAME
 
 
@@ -262,3 +266,56 @@ def test_cross_attention_to_the_image_verifies_chains(lengths: list[int]) -> Non
     other = target.generate(**prompt | {"pixel_values": -prompt["pixel_values"]}, max_new_tokens=32)
     assert not torch.equal(plain.sequences, other), "the image must matter"
     assert 0.2 <= draft_rate(drafted.accepted_lengths) <= 0.9
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[[1]] * 5, [[0]] + [[1]] * 4, [[0]] * 4 + [[1]], [[1, 0]] * 3 + [[0, 1]] * 2, [[1, 0]] * 3 + [[1, 1]] * 2],
+    ids=str,
+)
+def test_a_mask_of_images_with_a_row_for_each_token(layout: list[list[int]]) -> None:
+    """Idefics: new tokens see the images that the prompt's last token sees, and the images are read once."""
+    vision = {
+        "embed_dim": 16, "image_size": 8, "intermediate_size": 32, "patch_size": 4, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "hidden_act": "gelu",
+    }  # fmt: skip
+    config = IdeficsConfig(
+        **TEXT | {"num_key_value_heads": None}, additional_vocab_size=0, initializer_range=0.4, use_resampler=False,
+        alpha_initializer="ones", cross_layer_interval=2, vision_config=vision,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = IdeficsForVisionText2Text(config).double().eval()
+    drafter = make_drafter(target)
+    mask = torch.tensor([layout, layout[:1] * 2 + layout[2:]])
+    pixels = torch.rand(2, mask.shape[2], 3, 8, 8, dtype=torch.float64)
+    prompt = make_prompts([5, 4], vocab_size=12) | {"pixel_values": pixels, "image_attention_mask": mask}
+    read = [passes_of(target.model.vision_model, lambda: equals_plain(target, drafter, **prompt))[0]]
+    assert read == [2], "once in each of the two calls"
+
+
+def test_types_of_tokens_go_on_as_in_plain_decoding() -> None:
+    target, drafter = make_pair("gpt2")
+    prompts = make_prompts([6, 4])
+    types = prompts["input_ids"].flip(1)  # embedded like tokens
+    drafted = equals_plain(target, drafter, **prompts, token_type_ids=types)
+    other = equals_plain(target, drafter, **prompts, token_type_ids=types * 0)
+    assert not torch.equal(drafted.sequences, other.sequences)
+    equals_plain(target, drafter, **make_prompts([1]), token_type_ids=torch.tensor([[3]]))
+
+
+class SoundLlama(LlamaForCausalLM):
+    """Reads the sound of each token of a prompt. What it is for new tokens is not said."""
+
+    def forward(self, *args: Any, sounds: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_an_unknown_argument_as_long_as_the_prompt_is_named() -> None:
+    target = SoundLlama(LlamaConfig(**TEXT)).double().eval()
+    drafter, prompts = make_drafter(target), make_prompts([5], vocab_size=12)
+    prompts |= {"sounds": prompts["input_ids"], "max_new_tokens": 8, "do_sample": False}
+    with pytest.raises(ValueError, match=r"argument 'sounds': it is as long as the prompt, \(1, 5\)"):
+        target.generate(**prompts, assistant_model=drafter)
+    plain = target.generate(**prompts)
+    attach(target, drafter)
+    assert torch.equal(target.generate(**prompts), plain)

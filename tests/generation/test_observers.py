@@ -1,6 +1,5 @@
 """Observers see what generations do, each only those it was meant for."""
 
-import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import GenerationEvents, GenerationObserver, Stage, observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.tree.walk import Path
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.tools.measuring.timing import stage_timer
 
@@ -27,7 +26,7 @@ class Recorder(GenerationObserver):
     def __init__(self) -> None:
         self.events: list[str] = []
         self.batch_sizes: list[int] = []
-        self.cycles: list[tuple[DraftTree, AcceptedPath]] = []
+        self.cycles: list[tuple[DraftTree, Path]] = []
 
     def on_generation_begin(self, batch_size: int) -> None:
         self.batch_sizes.append(batch_size)
@@ -38,7 +37,7 @@ class Recorder(GenerationObserver):
     def on_stage_end(self, stage: Stage) -> None:
         self.events.append(f"/{stage}")
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         self.events.append("cycle")
         self.cycles.append((tree, path))
 
@@ -142,19 +141,29 @@ def test_observers_leave_in_any_order(generate: Callable[..., Any]) -> None:
     generate(5)
     assert len(first.batch_sizes) == 1
     assert len(second.batch_sizes) == 2
-    assert GenerationEvents.begin(1).observers == ()
 
 
 def test_an_observer_can_be_left_from_elsewhere(generate: Callable[..., Any]) -> None:
     recorder = Recorder()
     of_recorder = observing(recorder)
     of_recorder.__enter__()
-    copy = contextvars.copy_context()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(of_recorder.__exit__, None, None, None).result()
     generate(3)
-    copy.run(generate, 3)
     assert not recorder.batch_sizes
+
+
+def test_a_target_is_observed_in_all_threads(
+    target: PreTrainedModel, drafter: GumihoModel, generate: Callable[..., Any]
+) -> None:
+    of_target, of_another = Recorder(), Recorder()
+    with observing(of_target, target), observing(of_another, make_target()), ThreadPoolExecutor(1) as pool:
+        text = pool.submit(generate, 3).result()
+        generate(4)
+    generate(5)
+    assert of_target.batch_sizes == [1, 1]
+    assert of_target.committed(0)[: text.shape[1] - 4] == text[0, 4:].tolist()
+    assert not of_another.batch_sizes
 
 
 @pytest.mark.parametrize("name", [name for name in vars(GenerationObserver) if name.startswith("on_")])
@@ -178,7 +187,7 @@ def test_without_observers_nothing_is_reported(generate: Callable[..., Any], mon
         told = generate(3)
     monkeypatch.setattr(GenerationEvents, "_report_stage", lambda *_: pytest.fail("a stage is reported"))
     assert torch.equal(generate(3), told)
-    assert GenerationEvents.begin(1).each("drafter_pass") is nullcontext
+    assert GenerationEvents((), 1).each("drafter_pass") is nullcontext
 
 
 @pytest.mark.parametrize("settings", [{}, STATIC], ids=["growing", "fixed shapes"])

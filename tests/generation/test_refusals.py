@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from accelerate import cpu_offload
 from chains import make_chain_drafter, make_chain_target
 from refusals import refuses
 from targets import make_drafter, make_prompts, make_target
@@ -349,6 +350,21 @@ def test_doge_beyond_the_tokens_that_it_keeps() -> None:
     assert torch.equal(
         doge.generate(**prompts, **settings), doge.generate(**prompts, **settings, assistant_model=None)
     )
+
+
+def test_a_drafter_that_is_offloaded(target: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = make_drafter(target)
+    offloaded = cpu_offload(make_drafter(target))
+    split = make_drafter(target)
+    split.fc.to("meta")
+    plain = target.generate(**make_prompts([4]), max_new_tokens=8)
+    for wrong in (offloaded, split):
+        with pytest.raises(ValueError, match=r"are offloaded, or on several devices.*device_map='cpu'"):
+            target.generate(**make_prompts([4]), assistant_model=wrong)
+    with attached(target, drafter):
+        drafter.fc.to("meta")
+        assert torch.equal(target.generate(**make_prompts([4]), max_new_tokens=8), plain)
+    assert any("weights are offloaded" in message for message in caplog.messages)
 
 
 def test_drafter_of_another_target(target: PreTrainedModel) -> None:

@@ -42,6 +42,40 @@ def test_each_target_lends_its_own(tmp_path: Path) -> None:
         assert torch.equal(loaded.embed_tokens.weight, target.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize("way", ["optimizer", "data", "another tensor", "load_state_dict", "from here on"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_was_taken_is_taken_again_after_an_update(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """As steps of reinforcement learning make them: the drafter drafts as one that is loaded anew."""
+    target = make_target()
+    make_drafter(target, transition_rank=3).save_pretrained(tmp_path, save_embedding=False)
+    settings = {"draft_vocabulary": [1, 3, 4, 6], "break_even": 1.0}
+    call = {**make_prompts([6]), "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+
+    def load() -> GumihoModel:
+        drafter = GumihoModel.from_pretrained(tmp_path, dtype=dtype)
+        drafter.generation_config.update(**settings)
+        return drafter
+
+    drafter, other = load(), make_target(seed=1)
+    target.generate(**call, assistant_model=drafter)
+    if way == "load_state_dict":
+        target.load_state_dict(other.state_dict())
+    for ours, theirs in zip(target.parameters(), other.parameters(), strict=True):
+        if way == "optimizer":
+            with torch.no_grad():
+                ours.copy_(theirs)
+        elif way == "data":
+            ours.data.copy_(theirs)
+        elif way == "another tensor":
+            ours.data = theirs.detach().clone()
+    if way == "from here on":
+        target.set_input_embeddings(other.get_input_embeddings())
+    found, expected = (target.generate(**call, assistant_model=assistant) for assistant in (drafter, load()))
+    assert torch.equal(drafter.embed_tokens.weight, target.get_input_embeddings().weight.to(dtype))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.accepted_lengths == expected.accepted_lengths
+
+
 def test_alone_it_says_what_it_needs(tmp_path: Path) -> None:
     drafter = saved_without(tmp_path)
     loaded = GumihoModel.from_pretrained(tmp_path, dtype=torch.float64)

@@ -12,7 +12,7 @@ from trainers import losses_of, make_args, make_rows
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import attached, free_memory
-from transformers_gumiho.generation.verification.cycle_shapes import _kept
+from transformers_gumiho.generation.verification.target_memory import memory_of
 from transformers_gumiho.internals import compile_on_every_device
 from transformers_gumiho.training import GumihoTrainer
 
@@ -98,7 +98,7 @@ def test_memory_of_compiled_calls() -> None:
     for in_inference_mode in (True, False, True):
         with torch.inference_mode(in_inference_mode):
             equals_plain(target, drafter, drafted=compiled, max_new_tokens=12)
-    assert _kept[target.get_input_embeddings()]
+    assert memory_of(target).static
     free_memory(target)
-    assert target.get_input_embeddings() not in _kept
+    assert not memory_of(target).static
     equals_plain(target, drafter, drafted=compiled, max_new_tokens=12)

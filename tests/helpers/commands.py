@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transformers_gumiho import cli
+from transformers_gumiho_cli import main
 
 
 def gumiho(*words: object) -> str:
@@ -17,7 +17,7 @@ def gumiho(*words: object) -> str:
     try:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(written):
             patch.setattr(sys, "argv", ["gumiho", *map(str, words)])
-            cli.main()
+            main()
     finally:
         sys.stdout.write(written.getvalue())
     return written.getvalue()

@@ -18,6 +18,9 @@ from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.recipe.training import unsplit_models
 
 
+BUDGETS = {"tokens_per_step": 48, "tokens_per_pass": 16}
+
+
 def allow_fsdp_on_cpu() -> None:
     """
     accelerate switches FSDP on for accelerators only. It runs on a CPU all the same, over gloo, when the processes are
@@ -33,15 +36,17 @@ def train(run: str, folder: Path) -> None:
     Args:
         run: `alone` has batches of four; `whole` has batches of one, two of them to a step, in each of two processes;
             `resumed` goes on from its first checkpoint; `streamed` has batches of two from a stream; `alone_muon` and
-            `muon` are `alone` and `whole` with Muon.
+            `muon` are `alone` and `whole` with Muon; `alone_tokens` and `tokens` have steps of 48 tokens in passes of
+            16, one of which is empty in one of two processes.
         folder: Of all runs.
     """
     batch_size = {"alone": 4, "alone_muon": 4, "streamed": 2}.get(run, 1)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     args = make_args(
         folder / run, max_steps=4, per_device_train_batch_size=batch_size, per_device_eval_batch_size=3,
-        gradient_accumulation_steps=4 // batch_size // int(os.environ.get("WORLD_SIZE", "1")),
+        gradient_accumulation_steps=1 if "tokens" in run else 4 // batch_size // num_processes,
         save_strategy="steps", save_steps=2, unroll_serial_head=True, train_sampling_strategy="sequential",
-        muon="muon" in run,
+        muon="muon" in run, **BUDGETS if "tokens" in run else {},
     )  # fmt: skip
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         allow_fsdp_on_cpu()

@@ -7,7 +7,7 @@ from unittest import mock
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 from transformers_gumiho.generation.observers import GenerationObserver
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.tree.walk import AcceptedPath
+from transformers_gumiho.generation.tree.walk import Path
 from transformers_gumiho.generation.verification.session import CommittedTokens
 
 
@@ -17,7 +17,7 @@ class Trees(GenerationObserver):
     def __init__(self) -> None:
         self.trees: list[DraftTree] = []
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         self.trees.append(tree)
 
 

@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from transformers_gumiho import DraftingSettings, GumihoCandidateGenerator, GumihoModel
+from transformers_gumiho.generation.drafting.drafter import GenerationView
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
 
@@ -22,10 +23,11 @@ def make_generator(
         logits = target.lm_head(features)
         return logits if token_ids is None else logits[..., token_ids]
 
-    def peek_noise(num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        return noise if noise is None or token_ids is None else noise.index_select(2, token_ids)
+    class View(GenerationView):
+        def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+            return noise if noise is None or token_ids is None else noise.index_select(2, token_ids)
 
-    return GumihoCandidateGenerator(drafter, head, settings, cache, peek_noise=peek_noise, token_ids=token_ids)
+    return GumihoCandidateGenerator(drafter, head, settings, cache, generation=View(), token_ids=token_ids)
 
 
 def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.tools.benchmarking import (
     BenchmarkArguments,
     DecodingMode,
@@ -34,6 +33,7 @@ from transformers_gumiho.tools.benchmarking.runner import Journal
 from transformers_gumiho.tools.benchmarking.summary import Comparison, bootstrap_interval, markdown
 from transformers_gumiho.tools.measuring import prompts, timing
 from transformers_gumiho.tools.measuring.timing import temporary_settings
+from transformers_gumiho.training.data.open_text import encode_turn
 
 
 DEMO_PAIR = DEMO_TARGET.parent

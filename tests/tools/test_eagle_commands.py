@@ -1,4 +1,4 @@
-"""EAGLE heads in every command that takes a drafter."""
+"""EAGLE heads and block drafters in every command that takes a drafter."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from block import make_block_model
 from commands import gumiho
 from eagle import publish
 from training_data import DEMO_TARGET, write_jsonl
@@ -26,19 +27,26 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # What the published head is, and what is added to it.
     "eagle1": ({}, {}),
     "eagle3": (EAGLE3, {}),
+    "block": ({}, {}),
     "eagle3 with heads": (EAGLE3, {"num_serial_tokens": 2, "num_parallel_heads": 2, "transition_rank": 4}),
 }
 
 
 @pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_every_command_takes_an_eagle_head(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_takes_a_head_of_another_method(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gradio = pytest.importorskip("gradio")
     target = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
     fields, added = KINDS[kind]
     torch.manual_seed(0)
-    new = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=0, num_serial_tokens=4, **fields)
-    head = publish(tmp_path / "head", new, torch.float32)
+    head = tmp_path / "head"
+    if kind == "block":
+        make_block_model(target).save_pretrained(head)
+    else:
+        new = GumihoModel.from_target(target, num_hidden_layers=1, num_parallel_heads=0, num_serial_tokens=4, **fields)
+        publish(head, new, torch.float32)
     if added:
         GumihoModel.from_pretrained(head, **added).save_pretrained(head := tmp_path / "added")
     pair = ["--target", DEMO_TARGET, "--assistant", head, "--dtype", "float32"]

@@ -26,6 +26,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.verification import session
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, parse
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def test_agreement_is_the_share_of_drafts_that_are_the_targets_choice(
             prompt = tokenizer(text, return_tensors="pt").input_ids
             ids = target.generate(prompt, max_new_tokens=24, do_sample=False)
             states = target.model(ids).last_hidden_state
-            output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+            output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head)
             features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
             for depth, predicted in enumerate(features, start=1):
                 drafts = vocabulary[target.lm_head(predicted)[0, :, vocabulary].argmax(dim=-1)]

@@ -553,12 +553,8 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
 
 def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
     """A service may start them so."""
-    for words in (
-        ["--help"],
-        ["generate", *OPTIONS],
-        ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"],
-    ):
-        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho.cli", *words]))
+    for words in (["--help"], ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"]):
+        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho_cli", *words]))
         subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
     assert (tmp_path / "t.svg").exists()
 

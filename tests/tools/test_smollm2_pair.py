@@ -14,10 +14,10 @@ from targets import equals_plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
 from transformers_gumiho.tools.pairs.arguments import find_pair
 from transformers_gumiho.tools.pairs.smollm2 import INSTALL, installed_file
+from transformers_gumiho.training.data.open_text import encode_turn
 
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import gumiho, interrupt
+from hub_cache import write_to_hub_cache
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
@@ -329,6 +330,22 @@ def test_where_the_settings_go_is_asked_before_anything_is_measured(monkeypatch:
     monkeypatch.setattr(command.os, "access", lambda path, _: str(path) != pair["assistant"])
     with pytest.raises(OSError, match=r"gumiho' cannot be written to\. Name another folder with --output_dir"):
         tune(TuningArguments(**pair, num_prompts=1))
+
+
+def test_links_of_the_hubs_cache_are_not_written_through(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_TARGET.parent / "gumiho", tmp_path / "gumiho")
+    files = [path for path in (tmp_path / "gumiho").iterdir() if path.is_file()]
+    snapshot = write_to_hub_cache(tmp_path / "hub", "somebody/gumiho", files)
+    contents = {path: path.read_bytes() for path in snapshot.iterdir()}
+    pair = {"target": str(DEMO_TARGET), "assistant": str(snapshot)}
+    for where in ({}, {"output_dir": str(snapshot)}):
+        with pytest.raises(OSError, match=r"holds links to files .* Name another folder .*--output_dir"):
+            tune(TuningArguments(**pair, **where, num_prompts=1))
+    drafter = GumihoModel.from_pretrained(snapshot)
+    with pytest.raises(OSError, match="holds links to files"):
+        drafter.save_pretrained(snapshot)
+    assert {path: path.read_bytes() for path in snapshot.iterdir()} == contents
+    assert all(path.is_symlink() for path in snapshot.iterdir())
 
 
 def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

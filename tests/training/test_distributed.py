@@ -24,7 +24,7 @@ MODES = {
     "ddp": ["--multi_gpu"],
     "fsdp": [
         "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-        "--fsdp_state_dict_type", "FULL_STATE_DICT",
+        "--fsdp_state_dict_type", "SHARDED_STATE_DICT",  # which is gathered
     ],
     "zero3": ["--config_file", str(ZERO3)],
 }  # fmt: skip
@@ -36,6 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     train("alone", folder)
     train("alone_muon", folder)
+    train("alone_tokens", folder)
     return folder / "alone"
 
 
@@ -45,7 +46,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.param == "zero3":
         pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp(request.param)
-    further = {"ddp": ["streamed", "muon"], "fsdp": ["muon"], "zero3": []}
+    further = {"ddp": ["streamed", "muon", "tokens"], "fsdp": ["muon", "tokens"], "zero3": ["tokens"]}
     runs = ["whole", "resumed", *further[request.param]]
     command = [*LAUNCH, *MODES[request.param], str(SCRIPT), str(folder), *runs]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
@@ -87,3 +88,10 @@ def test_two_processes_train_with_muon_as_one_does(together: tuple[str, Path], a
 @pytest.mark.parametrize("together", ["ddp"], indirect=True)
 def test_two_processes_share_a_stream(together: tuple[str, Path], alone: Path) -> None:
     assert curve_of(together[1] / "streamed")[-1] == pytest.approx(curve_of(alone)[-1], rel=1e-4)
+
+
+def test_two_processes_share_the_tokens_of_a_step(together: tuple[str, Path], alone: Path) -> None:
+    curves = [curve_of(folder) for folder in (together[1] / "tokens", alone.with_name("alone_tokens"))]
+    for ours, theirs in zip(*curves, strict=True):
+        ours.pop("sharded", None), theirs.pop("sharded", None)
+        assert ours == pytest.approx(theirs, rel=1e-4)

@@ -26,6 +26,7 @@ from transformers_gumiho.training import (
 )
 from transformers_gumiho.training.feature_cache import CacheManifest
 from transformers_gumiho.training.recipe.recipes import RECIPES
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80,
     states = FeatureReader(target, layers).read(texts).target_states.detach()
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for _ in range(num_steps):
-        output = drafter(texts[:, 1:], states[:, :-1], unroll=True)
+        output = drafter(texts[:, 1:], states[:, :-1], unroll=unroll_serial_head)
         loss = torch.zeros(())
         for step, found in enumerate((output.serial_features, *output.unrolled_features)):
             logits = score(found)[:, : texts.shape[1] - 2 - step]

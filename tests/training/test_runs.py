@@ -25,13 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainerState
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from transformers_gumiho.files import sole_writer
-from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer, GumihoTrainingArguments, feature_extraction
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
+from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.command import run_train_command
-from transformers_gumiho.training.recipe.defaults import device_defaults
+from transformers_gumiho.training.recipe.defaults import device_defaults, learning_rates
 from transformers_gumiho.training.writing import row_file
 
 
@@ -110,10 +111,9 @@ def assert_same_drafter(first: Path, second: Path) -> None:
         (["--dataloader_drop_last"], "dataloader_drop_last (False, now True)"),
         (["--metric_for_best_model", "eval_loss"], "metric_for_best_model (eval_expected_acceptance_length, now "),
         (["--save_strategy", "no"], "load_best_model_at_end (True, now False)"),
-        (["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
-         "eval_strategy (steps, now epoch)"),
+        (["--bf16"], "precision (no, now bf16)"),
     ],
-)  # fmt: skip
+)
 def test_a_changed_option_is_refused_by_name(folder: Path, whole: Path, words: list[object], message: str) -> None:
     before = weights_of(whole)
     refuse(message, *command(folder, "whole", *UP_TO_TRAINING, *words))
@@ -192,6 +192,7 @@ def test_what_cannot_change_the_drafter_may_change(folder: Path, whole: Path, mo
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it loads the target"))
     words = ["--logging_steps", 3, "--eval_steps", 1, "--dataloader_num_workers", 1, "--save_total_limit", 3]
     words += ["--num_parallel_heads", 5]  # as it is by default
+    words += ["--writing_batch_size", 3, "--endpoint", "http://127.0.0.1:9", "--save_strategy", "epoch"]
     output = gumiho(*command(folder, "whole", *UP_TO_TRAINING, *words, "--target", folder / "copy"))
     assert output.count("finished before") == 4  # two stages, and two phases of the third
 
@@ -199,7 +200,9 @@ def test_what_cannot_change_the_drafter_may_change(folder: Path, whole: Path, mo
 def test_a_stage_begins_anew_where_it_is_asked_to(folder: Path, whole: Path) -> None:
     shutil.copytree(whole, folder / "anew")
     run = command(folder, "anew", *UP_TO_TRAINING, "--learning_rate", 0.02)
-    output = gumiho(*run, "--restart", "serial")
+    refuse("--restart serial deletes work/serial (", *run, "--restart", "serial")
+    assert (folder / "anew/work/serial/model.safetensors").exists()
+    output = gumiho(*run, "--restart", "serial", "--yes")
     assert output.count("finished before") == 2
     assert "continues from" not in output
     assert "| `learning_rate` | 0.02 |" in (folder / "anew" / "README.md").read_text()
@@ -230,6 +233,47 @@ def test_a_longer_run_trains_on_with_its_own_schedule(
     assert rates == pytest.approx(falling)
 
 
+def test_a_phase_that_was_asked_to_stop_is_not_finished(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SIGTERM asks with `--enable_jit_checkpoint`: the trainer saves a checkpoint, and returns."""
+    run = command(folder, "asked", *UP_TO_TRAINING, "--enable_jit_checkpoint", "--save_steps", 100)
+    begin_from(whole, folder / "asked", *STATES)
+
+    def stop(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            control.should_training_stop = True
+            self.jit_manager.execute_jit_checkpoint()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITCheckpointCallback, "on_step_end", stop)
+        with pytest.raises(SystemExit, match="130"):
+            gumiho(*run)
+    assert "serial 1/2: stopped after step 3 of 4. Run the same command again" in capsys.readouterr().err
+    assert "serial: continues from" in gumiho(*run)
+    assert json.loads((folder / "asked/work/serial/trainer_state.json").read_text())["global_step"] == 4
+
+
+def test_a_drafter_that_training_harms_stays_as_it_was(folder: Path, whole: Path) -> None:
+    """It is evaluated first, and is the best one until another is better."""
+    words = ["--features", whole / "work/features", "--drafter", whole, "--output_dir", folder / "harmed", *SMALL]
+    output = gumiho("train", *words, "--stages", "train", "--learning_rate", 0.1, "--warmup_steps", 0)
+    assert re.search(r"train 1/1  begins with  agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
+    assert "train 1/1: nothing was better than the drafter to begin with, which stays" in output
+    assert_same_drafter(folder / "harmed", whole)
+
+
+def test_a_difference_that_is_forced_is_on_the_card(folder: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/model.safetensors").unlink()
+    gumiho(*command(folder, str(tmp_path / "run"), *UP_TO_TRAINING, "--max_new_tokens", 13, "--force"))
+    assert (
+        "with other options than it began with: max_new_tokens (12, now 13)."
+        in (tmp_path / "run/README.md").read_text()
+    )
+    assert_same_drafter(tmp_path / "run", whole)
+
+
 def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
     """Stopped while it writes, at half a line, while it keeps states, and between, within and after the phases."""
     run, work = command(folder, "stopped", *UP_TO_TRAINING), folder / "stopped" / "work"
@@ -244,6 +288,22 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     gumiho(*run)
     assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
     assert_same_drafter(whole, folder / "stopped")
+
+
+def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+    words = [*PUBLISHED, "--max_steps", -1, "--num_train_epochs", 2, "--tokens_per_step", 256, "--save_steps", 1]
+    runs = {name: command(folder, name, *words) for name in ("tokens", "stopped_tokens")}
+    for name, run in runs.items():
+        begin_from(whole, folder / name, *STATES)
+        rows = run.index("--per_device_train_batch_size")
+        del run[rows : rows + 2]
+    gumiho(*runs["tokens"])
+    state = json.loads((folder / "tokens/work/published/trainer_state.json").read_text())
+    num_steps = state["max_steps"] // 2
+    assert num_steps > 3
+    interrupt(GumihoTrainer, "training_step", num_steps + 2, *runs["stopped_tokens"])
+    assert "published: continues from" in gumiho(*runs["stopped_tokens"])
+    assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 
 @pytest.mark.parametrize("error", [SafetensorError("I/O error: No space (os error 28)"), RuntimeError("pos 8 vs 9")])
@@ -297,7 +357,8 @@ def test_a_finished_run_makes_again_what_is_missing(
         for row, other in zip(found, expected, strict=True):
             assert all(torch.equal(row[name], other[name]) for name in other)
     (tmp_path / "run/work/serial/model.safetensors").write_bytes(b"cut")
-    refuse("work/serial/model.safetensors' is damaged", *run)
+    gumiho(*run)  # from the phase's best checkpoint
+    assert_same_drafter(tmp_path / "run/work/serial", whole / "work/serial")
 
 
 def test_another_recipe_in_the_same_folder_is_no_result_of_this_one(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -514,14 +575,22 @@ def test_what_is_given_decides_the_other_defaults(
         (["--use_cpu=true"], True),
         (["--use_cpu", "no"], False),
     ):
-        assert ("tokens_per_step" in device_defaults(words)) != is_cpu
+        assert bool(learning_rates(words, 576)) != is_cpu
+    assert learning_rates([], 576)["new"] == 1e-3
+    assert max(learning_rates([], 4096)[kind] for kind in ("new", "further", "heads")) < 5e-4
+    assert learning_rates(["--learning_rate", "1"], 4096) == {}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))
     found = device_defaults(["--config", str(file)])
     assert {name: found[name] for name in best} == best
-    assert "greater_is_better" not in found, "it belongs to the default's metric"
-    assert "load_best_model_at_end" not in device_defaults(["--save_strategy", "epoch"])
+    names = [*best, "eval_strategy", "save_strategy"]
+    args = GumihoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: found[name] for name in names})
+    assert args.greater_is_better is False, "the best loss is the lowest"
+    found = device_defaults(["--save_strategy", "epoch"])
+    assert found["load_best_model_at_end"]
+    assert found["eval_strategy"] == "epoch"
+    assert "load_best_model_at_end" not in device_defaults(["--save_strategy", "no"])
     with pytest.raises(SystemExit):
         gumiho("train", "--output_dir", tmp_path, "--save_steps", "x")
     assert "invalid float value: 'x'" in capsys.readouterr().err

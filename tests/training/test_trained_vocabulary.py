@@ -24,6 +24,7 @@ from transformers_gumiho.training import (
     write_feature_cache,
 )
 from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_the_loss_is_the_eager_one_over_the_vocabulary(family: str, tmp_path: Pa
     def cut(features: torch.Tensor) -> torch.Tensor:
         return logits_of(features)[..., vocabulary]
 
-    output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head)
     trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, eval_dataset=rows, unroll_serial_head=True)
     loss, terms = gumiho_loss(output, states, cut, mask, trainer.args.loss_weights())
     evaluated = trainer.evaluate()  # before any step

@@ -32,6 +32,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import adopt_attention_implementation
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 # Its name in newer releases of transformers, which warn of the other one.
@@ -60,7 +61,7 @@ def test_the_loss_is_the_eager_one_and_falls(target: PreTrainedModel, tmp_path: 
     trainer = make_trainer(target, tmp_path, drafter, train_dataset=rows, max_steps=30, unroll_serial_head=unroll)
     ids, mask = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "loss_mask"))
     states = target.model(ids).last_hidden_state
-    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll)
+    output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head if unroll else None)
     loss, terms = gumiho_loss(output, states, target.lm_head, mask, trainer.args.loss_weights())
     embedding = weights_of(drafter.embed_tokens)
     trainer.train()
@@ -264,7 +265,7 @@ def test_evaluation_is_the_agreement_of_the_drafts_with_the_target(target: PreTr
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
         states = target.model(ids).last_hidden_state
-        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head)
         features = [output.serial_features, output.unrolled_features[0], *output.parallel_features.unbind(1)]
         for position, predicted in enumerate(features):
             drafts = target.lm_head(predicted).argmax(dim=-1)[0]
@@ -505,3 +506,20 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_trainer(target, tmp_path, flash)
     with pytest.raises(ValueError, match="`loss_chunk_size` must be at least 1, got 0"):
         make_args(tmp_path, loss_chunk_size=0)
+
+
+def test_a_step_of_tokens_is_the_same_in_passes_of_any_size(target: PreTrainedModel, tmp_path: Path) -> None:
+    """And an evaluation says what it says in batches of rows."""
+    found = []
+    for size in (64, 16):
+        torch.manual_seed(0)
+        trainer = trained(target, tmp_path / str(size), tokens_per_step=64, tokens_per_pass=size, num_train_epochs=2)
+        found.append((losses_of(trainer), trainer.evaluate()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    trainer.args.tokens_per_step = trainer.args.tokens_per_pass = None
+    by_rows = trainer.evaluate()
+    for name in ("eval_loss", "eval_agreement_1", "eval_expected_acceptance_length"):
+        assert found[0][1][name] == pytest.approx(found[1][1][name], rel=1e-4)
+        assert by_rows[name] == pytest.approx(found[1][1][name], rel=1e-4)
+    with pytest.raises(ValueError, match="`gradient_accumulation_steps=2` counts batches of rows"):
+        make_args(tmp_path, tokens_per_step=64, gradient_accumulation_steps=2)

@@ -25,9 +25,9 @@ from training_data import (
 )
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from transformers_gumiho.model.open_text import encode_turn
 from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
 from transformers_gumiho.training.collator import collate_all
+from transformers_gumiho.training.data.open_text import encode_turn
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
 

@@ -15,7 +15,6 @@ from datasets import Dataset
 from full_disk import disk_of, no_room
 from training_data import write_jsonl
 
-from transformers_gumiho.files import check_begun_with
 from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
@@ -25,6 +24,7 @@ from transformers_gumiho.training import (
     synthesize_dataset,
     write_feature_cache,
 )
+from transformers_gumiho.training.data.run_files import check_begun_with
 from transformers_gumiho.training.writing import row_file
 
 

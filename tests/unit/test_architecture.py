@@ -21,23 +21,24 @@ MAY_IMPORT = {
     "generation.verification": "internals model generation.tree",
     "generation.drafting": "internals model generation.tree generation.verification",
     "generation": "files internals model generation.tree generation.verification generation.drafting",
-    "training.data": "files model generation.verification",
+    "training.data": "files model",
     "training.losses": "model",
     # With `generation`, training measures tau and records what is generated.
-    "training": (
-        "files internals model generation.verification generation training.data training.losses training.writing"
-    ),
-    "training.writing": "files internals model generation.verification training.data",
+    "training": ("internals model generation.verification generation training.data training.losses training.writing"),
+    "training.writing": "internals model generation.verification training.data",
     "training.recipe": "files model training.data training training.writing",
     "tools.metrics": "",
-    "tools.pairs": "files model generation.verification",
-    "tools.measuring": "files model generation.verification generation.drafting generation",
-    "tools.benchmarking": "files internals model generation.verification tools.metrics tools.pairs tools.measuring",
-    "tools.tuning": "model generation.verification tools.pairs tools.measuring",
-    "tools.presenting": (
-        "model generation.tree generation.verification generation.drafting generation tools.pairs tools.measuring"
+    "tools.pairs": "files model generation.verification training.data",
+    "tools.measuring": "files model generation.verification generation.drafting generation training.data",
+    "tools.benchmarking": (
+        "files internals model generation.verification training.data tools.metrics tools.pairs tools.measuring"
     ),
-    "tools": "files model generation training.recipe tools.pairs tools.benchmarking tools.tuning",
+    "tools.tuning": "files model generation.verification training.data tools.pairs tools.measuring",
+    "tools.presenting": (
+        "model generation.tree generation.verification generation.drafting generation training.data tools.pairs "
+        "tools.measuring"
+    ),
+    "tools": "files model generation training.data training.recipe tools.pairs tools.benchmarking tools.tuning",
     "vllm": "files model",
     "custom_generation": "internals model generation training",
     "__init__": "internals model generation.verification generation.drafting generation training",

@@ -23,7 +23,8 @@ from transformers_gumiho.generation.drafting.context_drafts import (
     RowDrafts,
     longest_run,
 )
-from transformers_gumiho.generation.sequences import CommittedSequences, WalkedTokens
+from transformers_gumiho.generation.sequences import CommittedSequences
+from transformers_gumiho.generation.tree.walk import Path
 
 
 CPU = torch.device("cpu")
@@ -199,7 +200,7 @@ def test_committed_tokens_are_not_read_again(calls_of: Any, monkeypatch: pytest.
     for cycle in range(60):
         new = [[], [cycle] * 5, [cycle, -cycle]]
         tokens = torch.tensor([[0] * 5, new[1], new[2] + [0] * 3])
-        sequences.commit([WalkedTokens(tokens, tokens, tokens.tolist(), [0, 5, 2])])
+        sequences.commit(Path(tokens, tokens, new))
         read.clear()
         assert sequences.tokens_from(known) == new
         assert not read

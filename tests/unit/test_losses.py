@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_gumiho import GumihoOutput
 from transformers_gumiho.training import LossWeights, chunked_gumiho_loss
 from transformers_gumiho.training.losses.terms import TERMS, Readout
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 WEIGHTS = LossWeights(feature=0.7, serial_cross_entropy=0.3, parallel_cross_entropy=0.2)
@@ -25,9 +26,9 @@ def packed_positions() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("unroll", [None, unroll_serial_head])
 @pytest.mark.parametrize("masked", [False, True])
-def test_loss_is_the_published_one(masked: bool, unroll: bool, packed: bool) -> None:
+def test_loss_is_the_published_one(masked: bool, unroll: Callable[..., Any] | None, packed: bool) -> None:
     target = make_target().float()
     drafter = make_drafter(target)
     ids = make_prompts([11, 11])["input_ids"]
@@ -179,7 +180,7 @@ def test_texts_too_short_for_some_heads_train_the_others(length: int) -> None:
     states = target.model(ids).last_hidden_state.detach()
     losses = []
     for compute in (gumiho_loss, chunked_gumiho_loss):
-        output = drafter(ids[:, 1:], states[:, :-1], unroll=True)
+        output = drafter(ids[:, 1:], states[:, :-1], unroll=unroll_serial_head)
         losses.append(compute(output, states, target.lm_head, torch.ones_like(ids), WEIGHTS)[0])
     torch.testing.assert_close(*losses)
     losses[1].backward()

@@ -1,6 +1,8 @@
 """The drafter as a model of transformers: configuration, checkpoints, forward pass, training behavior."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers_gumiho import GumihoConfig, GumihoModel, GumihoOutput
 from transformers_gumiho.generation import hooks
 from transformers_gumiho.internals import DECODING_STEP, VALIDATION_STEP, attention_implementation, generation_step
 from transformers_gumiho.model.parallel_heads import run_batched_heads
+from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
 def make_model(**overrides: Any) -> GumihoModel:
@@ -201,7 +204,7 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None
     """At each position, one run of the serial head over the text up to there, going on from its own features."""
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
     ids, states = inputs["input_ids"], inputs["hidden_states"]
-    output = model(**inputs, unroll=True)
+    output = model(**inputs, unroll=unroll_serial_head)
     assert [features.shape[1] for features in output.unrolled_features] == [8, 7][: num_serial_tokens - 1]
     torch.testing.assert_close(output.serial_features, model(**inputs).serial_features)
     for position in range(9 - num_serial_tokens):
@@ -221,10 +224,10 @@ def test_unrolled_features_are_those_of_drafting(num_serial_tokens: int) -> None
 @pytest.mark.parametrize("num_serial_tokens", [1, 2, 3])
 def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: int) -> None:
     model, inputs = make_model(num_serial_tokens=num_serial_tokens), make_inputs()
-    whole = model(**inputs, unroll=True)
+    whole = model(**inputs, unroll=unroll_serial_head)
     for length in range(1, num_serial_tokens + 3):
         short = {name: values[:, :length] for name, values in inputs.items()}
-        output = model(**short, unroll=True)
+        output = model(**short, unroll=unroll_serial_head)
         torch.testing.assert_close(output.serial_features, whole.serial_features[:, :length])
         num_paths = max(length - num_serial_tokens, 0)
         torch.testing.assert_close(output.parallel_features, whole.parallel_features[:, :, :num_paths])
@@ -234,8 +237,8 @@ def test_short_texts_unroll_as_the_beginnings_of_long_ones(num_serial_tokens: in
             torch.testing.assert_close(found, expected[:, : max(length - step, 0)])
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
+@pytest.mark.parametrize("unroll", [None, unroll_serial_head])
+def test_texts_packed_into_a_row_do_not_see_each_other(unroll: Callable[..., Any] | None) -> None:
     model, inputs = make_model(), make_inputs()
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
     packed = model(**inputs, position_ids=positions, unroll=unroll)
@@ -244,8 +247,8 @@ def test_texts_packed_into_a_row_do_not_see_each_other(unroll: bool) -> None:
 
 
 def test_unrolling_refuses_a_cache() -> None:
-    with pytest.raises(ValueError, match="`unroll=True` reads a text in one pass"):
-        make_model()(**make_inputs(), unroll=True, use_cache=True)
+    with pytest.raises(ValueError, match="`unroll` reads a text in one pass"):
+        make_model()(**make_inputs(), unroll=unroll_serial_head, use_cache=True)
 
 
 def test_batched_heads_equal_the_heads_one_by_one_after_training_and_loading() -> None:
@@ -293,8 +296,8 @@ def test_cache_continues_the_serial_head() -> None:
     assert rest.cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_left_padding_changes_nothing(unroll: bool) -> None:
+@pytest.mark.parametrize("unroll", [None, unroll_serial_head])
+def test_left_padding_changes_nothing(unroll: Callable[..., Any] | None) -> None:
     model, inputs = make_model(), make_inputs(1)
     alone = model(**inputs, unroll=unroll)
     padded = {name: torch.cat((torch.ones_like(value[:, :3]), value), dim=1) for name, value in inputs.items()}
@@ -335,7 +338,7 @@ def wrap_layers(model: GumihoModel) -> None:
 
 
 @pytest.mark.parametrize("change", [checkpoint_layers, wrap_layers])
-@pytest.mark.parametrize("unrolling", [{}, {"unroll": True}], ids=["text", "unrolled"])
+@pytest.mark.parametrize("unrolling", [{}, {"unroll": unroll_serial_head}], ids=["text", "unrolled"])
 def test_layers_that_keep_no_activations_have_the_same_gradients(
     change: Callable[[GumihoModel], None], unrolling: dict[str, Any]
 ) -> None:
@@ -375,6 +378,39 @@ def test_installing_twice_changes_nothing() -> None:
     before = [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
     hooks.install()
     assert before == [generation_step(name) for name in (VALIDATION_STEP, DECODING_STEP)]
+
+
+def test_a_second_import_drafts_as_the_first() -> None:
+    """As notebooks and servers that load their code anew do it."""
+    script = """
+import sys
+sys.path.insert(0, "tests/helpers")
+from targets import make_drafter, make_prompts, make_target, passes_of
+import transformers_gumiho as first
+target = make_target()
+old, call = make_drafter(target), make_prompts([5]) | {"max_new_tokens": 24, "do_sample": False}
+first.attach(target, old)
+first.detach(target)
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_gumiho"]:
+    del sys.modules[name]
+import transformers, transformers_gumiho as second
+assert second.GumihoModel is transformers.GumihoModel is not first.GumihoModel
+new = second.GumihoModel(second.GumihoConfig.from_dict(old.config.to_dict())).double().eval()
+new.load_state_dict(old.state_dict())
+new.set_generation_config(old.generation_config)
+plain = target.generate(**call)
+num_passes, text = passes_of(target, lambda: target.generate(**call, assistant_model=new))
+assert text.equal(plain) and num_passes < 24
+assert target.generate(**call, assistant_model=old).equal(plain)
+second.attach(target, new)
+assert passes_of(target, lambda: target.generate(**call))[0] == num_passes
+second.detach(target)
+assert passes_of(target, lambda: target.generate(**call))[0] == 24
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert not ran.returncode, ran.stderr
 
 
 def test_other_assistants_keep_transformers_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
     # Choices among the tokens of the tree, so that walks get somewhere.
     index = torch.randint(0, tree.tokens.shape[1], tree.tokens.shape, generator=generator)
     choices = tree.tokens.gather(1, index)
-    walk = walk_tree(tree, choices)
+    visited, packed = walk_tree(tree, choices)
     for row in range(tree.tokens.shape[0]):
         node, nodes, tokens = 0, [], []
         while node is not None:
@@ -112,9 +112,9 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
             assert bool(found[row]) == bool(children)
             node = children[0] if children else None
             assert node is None or int(child[row]) == node
-        count = int(walk.counts[row])
-        assert walk.nodes[row, :count].tolist() == nodes
-        assert walk.tokens[row, :count].tolist() == tokens
+        count, *chosen = packed[row].tolist()
+        assert visited[row, :count].tolist() == nodes
+        assert chosen[:count] == tokens
 
 
 @settings(max_examples=150, deadline=None)

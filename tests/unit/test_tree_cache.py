@@ -11,7 +11,6 @@ from targets import equals_plain, make_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from transformers_gumiho.generation.tree.walk import AcceptedPath
 from transformers_gumiho.generation.verification import prompt as prompt_module
 from transformers_gumiho.generation.verification import tree_cache as tree_caches
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
@@ -113,7 +112,7 @@ def test_entries_are_those_of_lists(fixed: bool, case: Case, capacity: int, seed
         new = check_pass(cache, case, held)
         width = NUM_NODES if fixed else max(map(len, paths))
         nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths]).view(batch_size, width)
-        cache.keep_path(AcceptedPath(nodes, nodes, [len(path) for path in paths]))
+        cache.keep_path(nodes, [len(path) for path in paths])
         for row, path in enumerate(paths):
             held[row] += [[keys[row, :, node] for keys in new] for node in path]
     check_pass(cache, case, held)  # given up again
@@ -186,7 +185,7 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
     new = [(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4)) for _ in states]
     for index, (keys, values) in enumerate(new):
         tree_cache.update(keys, values, index)
-    tree_cache.keep_path(AcceptedPath(nodes, nodes, [1, 1]))
+    tree_cache.keep_path(nodes, [1, 1])
     tree_cache.restore(dynamic)
     for layer, (keys, _), (new_keys, _) in zip(dynamic.layers, states, new, strict=True):
         assert torch.equal(layer.keys, torch.cat((keys, new_keys), dim=2))
@@ -261,7 +260,7 @@ def test_paths_are_kept_in_many_buffers_by_one_index(lengths: list[int], monkeyp
         cache = TreeCache.from_dynamic(dynamic, capacity=20)
         cache.truncate([5 - length for length in lengths])
         with Operations() as operations:
-            cache.keep_path(AcceptedPath(nodes, nodes, [3, 3]))
+            cache.keep_path(nodes, [3, 3])
         numbers.append((len(buffers_of(cache)), operations.number))
     (one, with_one), (many, with_many) = numbers
     assert (one, many) == (1, 16)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -14,20 +15,26 @@ from typing import Any
 
 import pytest
 import torch
+from block import make_block_model
 from checkpoints import LLAMA_FIELDS, VLLM_FIELDS
 from eagle import llama_fields, make_head, write_head
 from hub_cache import write_to_hub_cache
 from targets import make_drafter, make_target
-from vllm_metadata import Metadata
 from vllm_reader import expected_shapes, read_config, read_names
-from vllm_sources import write_sources
 
 import transformers_gumiho
 import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.vllm.chain import Chain
-from transformers_gumiho.vllm.checkpoint import EMBEDDING, FUSION, copy_tensor, expected_names, is_readable, plain_name
-from transformers_gumiho.vllm.unread_steps import UnreadSteps
+from transformers_gumiho.vllm.chain import ChainParts
+from transformers_gumiho.vllm.checkpoint import (
+    EMBEDDING,
+    FUSION,
+    copy_tensor,
+    drafter_name,
+    expected_names,
+    is_readable,
+)
+from transformers_gumiho.vllm.contract import SIGNATURES, check_signatures
 
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +48,32 @@ class Registry:
         self.models[name] = model
 
 
+def with_parameters(names: str) -> Callable[..., Any]:
+    """Returns a function with these parameters; those after `...` may be left out."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    needed, _, optional = names.partition("...")
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in needed.split()]
+    parameters += [inspect.Parameter(name, kind, default=None) for name in optional.split()]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def stand_in(owner: str) -> Any:
+    """Returns a class or a function with what the plug-in needs of vLLM's."""
+    if owner in SIGNATURES:
+        function = with_parameters(SIGNATURES[owner])
+        function.__name__ = owner
+        return function
+    methods = {name.partition(".")[2]: names for name, names in SIGNATURES.items() if name.startswith(f"{owner}.")}
+    return type(owner, (), {method: with_parameters(names) for method, names in methods.items()})
+
+
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """As much of vLLM as the plug-in touches before a drafter is asked for."""
     modules = {name: ModuleType(name) for name in (
         "vllm", "vllm.config", "vllm.config.model", "vllm.model_executor", "vllm.model_executor.models",
@@ -52,14 +83,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     for name, module in modules.items():
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
-    root = write_sources(tmp_path_factory.mktemp("vllm"))
-    modules["vllm"].__path__ = [str(root / "vllm")]
+    modules["vllm"].__version__ = "0.32.0"
     modules["vllm.config.model"].get_config = lambda model, *args, **kwargs: f"vllm's config of {model}"
     registry = Registry()
     modules["vllm.model_executor.models.registry"].ModelRegistry = registry
 
-    class EagleProposer:
-        def __init__(self, vllm_config: Any) -> None:
+    class EagleProposer(stand_in("EagleProposer")):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, device: Any = None, runner: Any = None) -> None:
             self.vllm_config = vllm_config
 
     modules["vllm.v1.spec_decode.eagle"].EagleProposer = EagleProposer
@@ -74,8 +104,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     modules["vllm.v1.core.sched.scheduler"].Scheduler = Scheduler
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     return SimpleNamespace(
-        root=root, config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer, scheduler=Scheduler
-    )
+        package=modules["vllm"], config=modules["vllm.config.model"], registry=registry, eagle=EagleProposer,
+        scheduler=Scheduler,
+    )  # fmt: skip
 
 
 def put_module(monkeypatch: pytest.MonkeyPatch, name: str, names: dict[str, Any]) -> None:
@@ -220,19 +251,34 @@ def test_a_drafter_on_the_hub_by_any_name(
     assert vllm.config.get_config("some/name", False, "v1", token="secret") == ("some/name", "v1", "secret")
 
 
-def test_where_something_is_missing_only_drafters_are_refused(
-    vllm: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_sources(vllm.root, "0.40.0", without="EagleSpeculator.capture")
-    plugin.register()
-    assert vllm.config.get_config("other/model", False) == "vllm's config of other/model"
-    assert caplog.records == []
-    assert plugin.ARCHITECTURE not in vllm.registry.models
-    assert "__new__" not in vars(vllm.eagle)
-    drafter = write_config(tmp_path, {"model_type": "gumiho"})
-    message = r"cannot be used here. The plug-in does not fit vLLM 0.40.0: `EagleSpeculator.capture` is not in vllm.v1"
-    with pytest.raises(ValueError, match=message):
-        vllm.config.get_config(drafter, False)
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (None, "`EagleProposer.set_inputs_first_pass` is missing. Use vLLM 0.31 or"),
+        (with_parameters("self num_tokens"), "has no parameter `target_hidden_states`"),
+        (with_parameters("target_hidden_states self"), r"in another order \(target_hidden_states, self\)"),
+        (with_parameters("self target_hidden_states another"), ""),  # they are passed on
+    ],
+)
+def test_methods_of_vllm_that_differ_are_named(now: Any, message: str) -> None:
+    for owner in {name.partition(".")[0] for name in SIGNATURES}:
+        check_signatures(stand_in(owner))
+    changed = stand_in("EagleProposer")
+    changed.set_inputs_first_pass = now
+    if not message:
+        check_signatures(changed)
+        return
+    with pytest.raises(ImportError, match=f"does not fit this vLLM: .*{message}"):
+        check_signatures(changed)
+
+
+def test_parameters_that_the_plugin_does_not_give_are_named() -> None:
+    changed = stand_in("EagleSpeculator")
+    changed.capture = with_parameters("self ... stream")
+    check_signatures(changed)
+    changed.capture = with_parameters("self stream")
+    with pytest.raises(ImportError, match=r"`EagleSpeculator\.capture` needs `stream` as well"):
+        check_signatures(changed)
 
 
 def test_that_a_release_was_not_tested_is_said_once_to_those_who_draft(
@@ -240,7 +286,7 @@ def test_that_a_release_was_not_tested_is_said_once_to_those_who_draft(
 ) -> None:
     names = {"read_drafter": lambda model, **options: "ours"}
     put_module(monkeypatch, "transformers_gumiho.vllm.configuration", names)
-    write_sources(vllm.root, "0.40.0")
+    vllm.package.__version__ = "0.40.0"
     plugin.register()
     vllm.config.get_config("other/model", False)
     assert caplog.records == []
@@ -289,7 +335,7 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     for num_tokens in range(1, 8):
         read, dropped = read_names(shapes, fields, num_tokens)
-        chain = Chain.of_drafter(SimpleNamespace(**fields), num_tokens)
+        chain = ChainParts.of_drafter(SimpleNamespace(**fields), num_tokens)
         names = expected_names(SimpleNamespace(**fields), chain)
         assert names == set(read) - {EMBEDDING} == set(expected_shapes(fields, num_tokens)) - {EMBEDDING}
         assert all(int(name.split(".")[1]) >= chain.num_heads for name in dropped)
@@ -308,7 +354,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch, stubs: dict[str, Any]) -> A
 
 
 class EAGLEConfig:
-    def __init__(self, model: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, method: Any = None, **kwargs: Any) -> None:
         vars(self).update(kwargs, model=model)
 
 
@@ -326,6 +372,13 @@ def test_widths_that_differ_are_refused(tmp_path: Path, read_drafter: Callable[[
         ValueError, match=r"embeddings of width 32 and states of width 64, and vLLM's .* Decode with it"
     ):
         read_drafter(tmp_path)
+
+
+def test_block_drafters_are_refused_with_their_method(tmp_path: Path, read_drafter: Callable[[Path], Any]) -> None:
+    for method, rank in (("dflash", 0), ("dspark", 4)):
+        make_block_model(make_target(num_layers=3), markov_rank=rank).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf'is a block drafter\. vLLM serves it itself.* `"method": "{method}"`'):
+            read_drafter(tmp_path)
 
 
 def test_a_damaged_file_of_settings_is_none_that_is_missing(
@@ -373,10 +426,10 @@ def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
     fields = drafter.config.get_text_config().to_dict() | drafter.config.to_dict()
     config, plainer = SimpleNamespace(**fields), SimpleNamespace(**fields | {"target_layer_ids": None})
     saved = set(drafter.state_dict())
-    assert expected_names(config, Chain(2, 5)) == saved - {EMBEDDING}
+    assert expected_names(config, ChainParts(2, 5)) == saved - {EMBEDDING}
     # Of the five heads with transitions, a chain of five tokens reads three.
     unread = {name for name in saved for head in (3, 4) if name.startswith((f"mlp.{head}.", f"transition.{head}."))}
-    assert expected_names(config, Chain(2, 3)) == saved - unread - {EMBEDDING}
+    assert expected_names(config, ChainParts(2, 3)) == saved - unread - {EMBEDDING}
     for name in (*saved, "mlp.9.5.linear.weight", "d2t"):
         assert is_readable(config, name)
         assert is_readable(plainer, name) == (name != FUSION)
@@ -416,40 +469,6 @@ def test_a_rank_without_requests_runs_the_passes_of_a_draft(vllm: SimpleNamespac
     assert passes == [1, 1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("reason", [None, "drafts", "prompts", "images", "ranks", "several caches"])
-def test_a_step_is_read_at_once_where_it_cannot_wait(reason: str | None, vllm: SimpleNamespace, proposer: Any) -> None:
-    passes: list[int] = []
-    vllm.eagle.propose = lambda self, num_tokens, **step: passes.append(num_tokens) or torch.zeros(2, num_tokens)
-    groups = ["full", "sliding"] if reason == "several caches" else ["full"]
-    vars(proposer).update(
-        _runner=SimpleNamespace(
-            input_batch=SimpleNamespace(req_ids=["a", "b"]), kv_cache_config=SimpleNamespace(kv_cache_groups=groups)
-        ),
-        _unread=UnreadSteps(100), _may_read_later=reason != "ranks",
-    )  # fmt: skip
-    starts = torch.arange(3, dtype=torch.int32)
-
-    def propose(num_tokens: int, max_query_len: int = 1, images: Any = None) -> None:
-        step = dict.fromkeys(("target_token_ids", "target_positions", "target_hidden_states"), starts[:2])
-        metadata = Metadata(starts, starts, 2, max_query_len, starts[:2], starts[1:])
-        chains = proposer.propose(
-            num_tokens, **step, next_token_ids=starts[:2], common_attn_metadata=metadata, mm_embed_inputs=images
-        )
-        assert chains.shape == (2, num_tokens)
-
-    propose(0)
-    waiting = 0 if reason in ("ranks", "several caches") else 1
-    assert passes == [0] * (1 - waiting)
-    passes.clear()
-    propose(
-        1 if reason == "drafts" else 0,
-        max_query_len=5 if reason == "prompts" else 1,
-        images=[] if reason == "images" else None,
-    )
-    # What waits is read first.
-    assert passes == {None: [], "drafts": [0, 1], "prompts": [0, 0], "images": [0, 0]}.get(reason, [0])
-
-
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "mlp."])
 def test_every_name_of_a_tensor_is_the_drafters_own(prefix: str) -> None:
     own = [
@@ -457,19 +476,19 @@ def test_every_name_of_a_tensor_is_the_drafters_own(prefix: str) -> None:
         for name in make_drafter(make_target(num_layers=3)).state_dict()
         if prefix != "mlp." or name.startswith("mlp.")
     ]
-    assert [plain_name(prefix + name) for name in own] == own
+    assert [drafter_name(prefix + name) for name in own] == own
     for name in ("lm_head.weight", "model.lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"):
-        assert plain_name(name) is None
+        assert drafter_name(name) is None
 
 
 def test_chains_are_as_long_as_the_drafter_was_trained_for() -> None:
     config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=3)
-    parts = [Chain.of_drafter(config, num_tokens) for num_tokens in range(6)]
+    parts = [ChainParts.of_drafter(config, num_tokens) for num_tokens in range(6)]
     assert [(chain.num_serial_tokens, chain.num_heads) for chain in parts] == [
         (0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3),
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"is 6, but this Gumiho drafter drafts at most 5 tokens.*Ask for 5 or fewer"):
-        Chain.of_drafter(config, 6)
+        ChainParts.of_drafter(config, 6)
 
 
 def test_batched_heads_are_the_drafters_own() -> None:

@@ -15,12 +15,12 @@ from ..internals import (
     DECODING_STEP,
     PLAIN_STEP,
     VALIDATION_STEP,
-    default_setting,
+    default_settings,
+    extend_generation_step,
     generation_step,
-    replace_generation_step,
 )
-from ..model.modeling_gumiho import GumihoModel
-from ..model.wrappers import unwrap_drafter
+from ..model.decoding_settings import DECODING_SETTINGS
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
 from .observers import observers_of_call
@@ -31,6 +31,11 @@ from .verification.traits import TargetTraits, Unsupported
 
 
 logger = logging.get_logger(__name__)
+
+# Settings that a drafter does not read. Its own ones it reads from its config alone.
+_OF_OTHER_ASSISTANTS = (
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+)  # fmt: skip
 
 # The config of the call that this thread checked last, and the target's traits, which the decoding step takes over.
 _checked = threading.local()
@@ -52,7 +57,7 @@ def _validate_generation_mode(
     """Checks a call of `generate()`, and loads an assistant that is given by name. `plain` checks other assistants."""
     assistant = generation_mode_kwargs.get("assistant_model")
     if isinstance(assistant, (str, os.PathLike)):
-        assistant = named_drafter(target, assistant) or assistant
+        assistant = named_drafter(target, assistant)
         # `generate()` hands these arguments on to the decoding step.
         generation_mode_kwargs["assistant_model"] = assistant
     drafter = _drafter_in(assistant)
@@ -60,22 +65,29 @@ def _validate_generation_mode(
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
             traits = check_request(target, drafter, generation_config, generation_mode_kwargs)
             _checked.call = generation_config, traits
-        _warn_of_tree_size(target, generation_config)
+        _warn_of_unused_settings(target, drafter, generation_config)
         # `plain` checks the rest as for a call without an assistant.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
     plain(generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _warn_of_tree_size(target: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Warns of a tree size in a call. As in transformers, only that of the assistant has an effect."""
-    name = "num_assistant_tokens"
-    value = getattr(generation_config, name)
-    if value not in (getattr(target.generation_config, name), default_setting(name)):
-        logger.warning_once(
-            f"`{name}={value!r}` in a call of `generate()` has no effect: it is a setting of the drafter. Set "
-            f"`assistant_model.generation_config.{name} = {value!r}`."
-        )
+def _warn_of_unused_settings(
+    target: PreTrainedModel, drafter: GumihoModel, generation_config: GenerationConfig
+) -> None:
+    """Warns of settings of assistants where they have no effect: the drafter's in a call, and others anywhere."""
+    defaults, settings = default_settings(), drafter.generation_config
+    for name in (*_OF_OTHER_ASSISTANTS, *DECODING_SETTINGS):
+        value, inherited = getattr(generation_config, name, None), getattr(target.generation_config, name, None)
+        is_others = name in _OF_OTHER_ASSISTANTS
+        if is_others and getattr(settings, name, None) not in (None, defaults.get(name)):
+            value, inherited = getattr(settings, name), None
+        if value in (None, inherited, defaults.get(name)):
+            continue
+        advice = "a Gumiho drafter has no such setting. Leave it out."
+        if not is_others:
+            advice = f"it is a setting of the drafter. Set `assistant_model.generation_config.{name} = {value!r}`."
+        logger.warning_once(f"`{name}={value!r}` has no effect: {advice}")
 
 
 def _assisted_decoding(
@@ -109,14 +121,6 @@ def _assisted_decoding(
     return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
 
 
-# Attribute of a step that was replaced.
-_MARK = "dispatches_to_gumiho"
-_HOOKS: dict[str, Callable[..., Any]] = {
-    VALIDATION_STEP: _validate_generation_mode,
-    DECODING_STEP: _assisted_decoding,
-}
-
-
 class GumihoGenerationMixin(GenerationMixin):
     """
     `generate()` with draft trees, for classes that override transformers' decoding methods.
@@ -138,17 +142,5 @@ def install() -> None:
     Extends two steps of transformers' `generate()` for Gumiho drafters. Calls without such a drafter run transformers'
     own code. Calling this again changes nothing.
     """
-    for name, hook in _HOOKS.items():
-        plain = generation_step(name)
-        if not hasattr(plain, _MARK):
-            replace_generation_step(name, _hooked(plain, hook))
-
-
-def _hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    # `generate()` reads the signature of the methods it calls; `wraps` keeps the original one.
-    @functools.wraps(plain)
-    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        return hook(functools.partial(plain, self), self, *args, **kwargs)
-
-    setattr(method, _MARK, True)
-    return method
+    extend_generation_step(VALIDATION_STEP, _validate_generation_mode)
+    extend_generation_step(DECODING_STEP, _assisted_decoding)

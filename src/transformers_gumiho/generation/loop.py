@@ -1,5 +1,6 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from transformers.utils import logging
 from ..internals import CACHE_NAME, in_eval_mode
 from ..model.decoding_settings import DraftingSettings
 from ..model.modeling_gumiho import GumihoModel
+from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import GumihoCandidateGenerator
+from .drafting.drafter import GenerationView
 from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
@@ -91,7 +94,7 @@ def decode_with_tree(
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents.begin(len(input_ids), observers)
+    events = GenerationEvents(observers, len(input_ids))
     with ExitStack() as running:
         # Dropout would draw numbers between those of the target's tokens.
         running.enter_context(in_eval_mode(assistant_model))
@@ -106,6 +109,9 @@ def decode_with_tree(
                 settings,
                 max_new_tokens=sequences.max_length - sequences.prompt_length,
                 layers=assistant_model.config.layers_read(target.config),
+                # Other drafters read a state together with the token after it.
+                read_target=assistant_model.read_target if assistant_model.config.is_block else None,
+                holds_layers=bool(events.observers),
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
@@ -116,25 +122,41 @@ def decode_with_tree(
         # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         sequences.records.add_prompt(session.prefill.hidden_states)
-        sequences.commit(chooser.walk(tree, session.prefill.logits))
+        chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            drafts = GumihoCandidateGenerator.after_prompt(
-                session,
-                assistant_model,
-                settings,
-                read_text=sequences.tokens_from,
-                prompt_length=sequences.prompt_length,
-                peek_noise=chooser.peek_noise,
-                around_pass=events.each("drafter_pass"),
-                prompt_chunk_size=generation_config.prefill_chunk_size,
-            )
+            view = _View(sequences, chooser, events, generation_config.prefill_chunk_size)
+            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(sequences.num_cached_by_plain_decoding(), sequences.newest(), tree)
+        session.finish(
+            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
+        )
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
     return _output(sequences, session.prompt.cache)
+
+
+class _View(GenerationView):
+    """What the drafter sees of this generation."""
+
+    def __init__(
+        self,
+        sequences: CommittedSequences,
+        chooser: TokenChooser,
+        events: GenerationEvents,
+        prompt_chunk_size: int | None,
+    ):
+        self._sequences, self._chooser = sequences, chooser
+        self.prompt_length, self.prompt_chunk_size = sequences.prompt_length, prompt_chunk_size
+        self.drafter_pass = events.each("drafter_pass")
+
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        return self._sequences.tokens_from(starts)
+
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        return self._chooser.peek_noise(num_draws, token_ids)
 
 
 def _run_cycles(
@@ -150,13 +172,13 @@ def _run_cycles(
     while not sequences.finished:
         # 1. Draft a tree after the committed tokens.
         with events.stage("draft"):
-            tree = drafts.draft_tree(committed, sequences.num_missing)
+            tree = drafts.draft_tree(committed, sequences.num_missing, session.max_depth)
         events.tree(drafts.origin)
         # 2. Verify all of its nodes in one pass of the target.
         with events.stage("verify"):
             output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
         # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
-        path = sequences.commit(chooser.walk(tree, output.logits))
+        path = chooser.commit_path(tree, output.logits)
         events.cycle(tree, path)
         sequences.records.add_cycle(tree, path, output.hidden_states)
         # 4. Roll the cache back to the accepted path.

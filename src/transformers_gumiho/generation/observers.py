@@ -1,10 +1,8 @@
 """Callbacks of a generation: its stages, its draft trees, and the tokens that each cycle commits."""
 
-import weakref
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -12,9 +10,11 @@ import torch
 from torch import nn
 
 from ..model.modeling_gumiho import GumihoModel
+from ..model.wrappers import as_target
 from .drafting.candidate_generator import DraftOrigin
 from .tree.draft_tree import DraftTree
-from .tree.walk import AcceptedPath, pick
+from .tree.walk import Path, pick
+from .verification.target_memory import memory_of
 from .verification.target_states import TargetStates
 
 
@@ -43,7 +43,7 @@ class GenerationObserver:
     def on_tree(self, origin: DraftOrigin) -> None:
         """Called when a draft tree is made, before its cycle. `origin` is where its tokens come from."""
 
-    def on_cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def on_cycle(self, tree: DraftTree, path: Path) -> None:
         """
         Called when a cycle has committed its tokens, which a streamer has received before. The first token, which the
         prefill predicts, is no cycle.
@@ -75,79 +75,53 @@ class GenerationObserver:
         """Called at the end, also after an error, with the new tokens of each row: one more than it has states of."""
 
 
-@dataclass
-class _Registration:
-    """An observer while it is observing, then `None`. Copies of a context share the registration."""
-
-    observer: GenerationObserver | None
+# Returns the observer of a call with this drafter, or `None` where the call is not observed.
+MakeObserver = Callable[[GumihoModel], GenerationObserver | None]
 
 
-_REGISTRATIONS: ContextVar[tuple[_Registration, ...]] = ContextVar("gumiho_observers", default=())
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.observers: list[MakeObserver] = []
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager
-def observing(observer: GenerationObserver) -> Iterator[None]:
+def observing(observer: GenerationObserver, target: nn.Module | None = None) -> Iterator[None]:
     """
-    Calls the methods of `observer` in all generations that this thread begins within the `with` block. Blocks can be
-    nested or overlap, and end in any order.
+    Calls the methods of `observer` in all generations that this thread begins within the `with` block, or, with a
+    `target`, in all of this target's in any thread. Blocks can be nested or overlap, and end in any order and thread.
     """
-    registration = _Registration(observer)
-    _REGISTRATIONS.set((*_registrations(), registration))
+    observers = _of_thread.observers if target is None else memory_of(as_target(target)).observers
+
+    def make(_: GumihoModel) -> GenerationObserver:
+        return observer
+
+    observers.append(make)
     try:
         yield
     finally:
-        # If the block ends in another thread than it began, the first thread sees the end here.
-        registration.observer = None
-        _registrations()
-
-
-def _registrations() -> tuple[_Registration, ...]:
-    """Returns the registrations of this context, and drops those that have ended."""
-    found = tuple(registration for registration in _REGISTRATIONS.get() if registration.observer is not None)
-    if len(found) < len(_REGISTRATIONS.get()):
-        _REGISTRATIONS.set(found)
-    return found
-
-
-# Makes the observer of a call with this drafter, or `None` where the call is not observed.
-CallObserver = Callable[[GumihoModel], GenerationObserver | None]
-_observers_of_calls: weakref.WeakKeyDictionary[nn.Module, tuple[CallObserver, ...]] = weakref.WeakKeyDictionary()
-
-
-def observe_calls(target: nn.Module, make: CallObserver) -> None:
-    """Makes an observer for each drafted call of a target, in any thread, until [`ignore_calls`]."""
-    _observers_of_calls[target] = (*_observers_of_calls.get(target, ()), make)
-
-
-def ignore_calls(target: nn.Module, make: CallObserver) -> None:
-    """Undoes [`observe_calls`]."""
-    _observers_of_calls[target] = tuple(known for known in _observers_of_calls.get(target, ()) if known != make)
+        observers.remove(make)
 
 
 def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
     """Returns the observers of a call that begins."""
-    made = (make(drafter) for make in _observers_of_calls.get(target, ()))
+    made = [make(drafter) for make in (*_of_thread.observers, *memory_of(target).observers)]
     return tuple(observer for observer in made if observer is not None)
 
 
 class GenerationEvents:
     """Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order."""
 
-    def __init__(self, observers: tuple[GenerationObserver, ...]):
+    def __init__(self, observers: tuple[GenerationObserver, ...], batch_size: int):
         self.observers = observers
-
-    @classmethod
-    def begin(cls, batch_size: int, of_call: tuple[GenerationObserver, ...] = ()) -> "GenerationEvents":
-        """Finds the observers of this thread, beside those of the call, and reports that a generation begins."""
-        of_thread = (found.observer for found in _registrations() if found.observer is not None)
-        events = cls((*of_thread, *of_call))
-        for observer in events.observers:
+        for observer in observers:
             observer.on_generation_begin(batch_size)
-        return events
 
     def stage(self, stage: Stage) -> AbstractContextManager[None]:
         """Returns a context manager for the duration of a stage."""
-        return self._report_stage(stage) if self.observers else nullcontext()
+        return self.each(stage)()
 
     def each(self, stage: Stage) -> Callable[[], AbstractContextManager[None]]:
         """Returns a function that makes a context manager for each repetition of a stage."""
@@ -166,21 +140,21 @@ class GenerationEvents:
         for observer in self.observers:
             observer.on_tree(origin)
 
-    def cycle(self, tree: DraftTree, path: AcceptedPath) -> None:
+    def cycle(self, tree: DraftTree, path: Path) -> None:
         """Reports what a cycle committed, in memory that the next cycle does not overwrite."""
         if not self.observers:
             return
         longest = max(path.accepted_lengths)
         nodes, tokens = (tensor[:, :longest].clone() for tensor in (path.nodes, path.tokens))
         for observer in self.observers:
-            observer.on_cycle(tree, AcceptedPath(nodes, tokens, path.accepted_lengths))
+            observer.on_cycle(tree, Path(nodes, tokens, path.host_tokens))
 
     def prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
         """Reports the target's states of the prompt."""
         for observer in self.observers:
             observer.on_prompt(input_ids, states, mask)
 
-    def states(self, states: TargetStates, path: AcceptedPath) -> None:
+    def states(self, states: TargetStates, path: Path) -> None:
         """Reports the states of the committed path, of all nodes that the target ran."""
         if not self.observers:
             return

@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,29 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..internals import pad_token_id
 from .tree.draft_tree import DraftTree
-from .tree.walk import AcceptedPath, pick
-
-
-@dataclass(frozen=True)
-class WalkedTokens:
-    """
-    The tokens of a walk, or of one step of it, that are ready to be committed.
-
-    Attributes:
-        nodes (`(B, L)`): Tree indices of the visited nodes; past the end any index.
-        tokens (`(B, L)`): The token chosen at each of them; past the end any token.
-        host_tokens: The same on the host.
-        counts: Number of tokens of each row.
-        logits (`(B, L, V)`): The target's logits at the nodes, where they are recorded.
-        scores (`(B, L, V)`): The processed logits, likewise.
-    """
-
-    nodes: torch.Tensor
-    tokens: torch.Tensor
-    host_tokens: list[list[int]]
-    counts: list[int]
-    logits: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+from .tree.walk import Path, pick
 
 
 class CommittedSequences:
@@ -49,6 +26,8 @@ class CommittedSequences:
 
     Attributes:
         lengths: Number of tokens of each row, those of the prompt included.
+        open_rows: For each row, whether it still takes tokens.
+        finished: Whether every row has ended. Rows that end together also have the length of the longest one.
         records: What is returned of each token beside the text.
     """
 
@@ -71,11 +50,14 @@ class CommittedSequences:
         self.records = GenerationRecords(batch_size, generation_config)
 
         self.eos_token_ids: set[int] = set()
+        self._num_positions: int | None = None  # of the target, until a text beyond them is warned of
         self.custom_criteria = StoppingCriteriaList()
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
-            elif type(criterion) is not MaxLengthCriteria:
+            elif type(criterion) is MaxLengthCriteria:
+                self._num_positions = criterion.max_position_embeddings
+            else:
                 self.custom_criteria.append(criterion)
         # Without an end-of-sequence token, plain generation has no padding for rows that have ended: all rows of a
         # batch continue until the last one ends.
@@ -83,23 +65,7 @@ class CommittedSequences:
         self.pads_finished_rows = ends_rows or batch_size == 1
         self.streamer = streamer
         self._num_streamed = self.prompt_length
-
-    @property
-    def finished(self) -> bool:
-        """Whether every row has ended. Rows that end together must also have the length of the longest one."""
-        if any(end is None for end in self.ends):
-            return False
-        return self.pads_finished_rows or min(self.lengths) >= self.final_length
-
-    @property
-    def open_rows(self) -> list[bool]:
-        """For each row, whether it still takes tokens."""
-        if self.finished:
-            return [False] * len(self.lengths)
-        return [
-            length < self.max_length and (end is None or not self.pads_finished_rows)
-            for length, end in zip(self.lengths, self.ends, strict=True)
-        ]
+        self.finished, self.open_rows = False, [True] * batch_size
 
     @property
     def num_missing(self) -> int:
@@ -140,37 +106,43 @@ class CommittedSequences:
         """Returns how many new tokens of each finished row plain decoding runs: all but the last of the longest."""
         return [min(length, self.final_length - 1) - self.prompt_length for length in self.lengths]
 
-    def commit(self, parts: Iterable[WalkedTokens]) -> AcceptedPath:
+    def commit(self, path: Path) -> Path:
         """
-        Commits the parts of a walk, each before the next one is asked for: tokens up to and including the one at which
-        a row ends. They are recorded, and the streamer gets the steps that all rows have. Returns the committed path.
+        Commits a path, or one step of it: in each open row the tokens up to and including the one that ends the row.
+        They are recorded, and the streamer gets the steps that all rows have. Returns what is committed.
         """
-        return AcceptedPath.join([self._commit(walked) for walked in parts])
-
-    def _commit(self, walked: WalkedTokens) -> AcceptedPath:
-        records = self.records
-        records.logits.add(walked.logits, walked.counts)
-        records.scores.add(walked.scores, walked.counts)
         # 1. Each row ends at an end-of-sequence token or the length limit, which are known on the host.
-        rows = enumerate(zip(walked.host_tokens, walked.counts, self.open_rows, strict=True))
-        accepted_lengths = [
-            self._count_to_end(row, tokens[:count]) if is_open else 0 for row, (tokens, count, is_open) in rows
+        lengths = [
+            self._count_to_end(row, tokens) if self.open_rows[row] else 0
+            for row, tokens in enumerate(path.host_tokens)
         ]
-        self._write(walked.tokens, accepted_lengths)
+        self._write(path.tokens, lengths)
+        self.records.add_tokens(path, lengths)
         # 2. Other criteria may end it earlier. They see the scores of the tokens before.
         if len(self.custom_criteria) > 0:
-            accepted_lengths = self._apply_custom_criteria(accepted_lengths)
-        self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
-        for new, tokens, number in zip(self._new_tokens, walked.host_tokens, accepted_lengths, strict=True):
-            new.extend(tokens[:number])
-        # 3. Nothing is recorded after the end of a row.
-        num_generated = [len(tokens) for tokens in self._new_tokens]
-        records.logits.trim(num_generated)
-        records.scores.trim(num_generated)
+            lengths = self._apply_custom_criteria(lengths)
+            num_before = [start - self.prompt_length for start in self.lengths]
+            self.records.trim([before + length for before, length in zip(num_before, lengths, strict=True)])
+        # 3. The rows grow.
+        committed = path.cut(lengths)
+        self.lengths = [start + length for start, length in zip(self.lengths, lengths, strict=True)]
+        for tokens, new in zip(self._new_tokens, committed.host_tokens, strict=True):
+            tokens.extend(new)
+        self._note_ends()
+        self._warn_of_length()
         self._stream()
-        return AcceptedPath(walked.nodes, walked.tokens, accepted_lengths)
+        return committed
 
-    def _count_to_end(self, row: int, tokens: list[int]) -> int:
+    def _note_ends(self) -> None:
+        """Notes which rows still take tokens."""
+        if None not in self.ends:
+            self.finished = self.pads_finished_rows or min(self.lengths) >= self.final_length
+        self.open_rows = [
+            not self.finished and length < self.max_length and (end is None or not self.pads_finished_rows)
+            for length, end in zip(self.lengths, self.ends, strict=True)
+        ]
+
+    def _count_to_end(self, row: int, tokens: Sequence[int]) -> int:
         """Counts the tokens up to the first one that ends the row by its length or as end of sequence."""
         for count, token in enumerate(tokens, start=1):
             length = self.lengths[row] + count
@@ -212,10 +184,20 @@ class CommittedSequences:
                         accepted_lengths[row] = length - starts[row]
         return accepted_lengths
 
+    def _warn_of_length(self) -> None:
+        """Makes transformers' criterion warn, as in plain decoding, of a text beyond the target's positions."""
+        longest = min(max(self.lengths), self.max_length - 1)
+        limit = self._num_positions
+        if limit is not None and longest > limit:
+            # The criterion cannot end the text here.
+            MaxLengthCriteria(self.max_length, limit)(self.prefix(longest), None)
+            self._num_positions = None
+
     def _stream(self) -> None:
         if self.streamer is None:
             return
-        stop = min(itertools.compress(self.lengths, self.open_rows), default=None) or self.final_length
+        open_lengths = [*itertools.compress(self.lengths, self.open_rows)]
+        stop = min(open_lengths) if open_lengths else self.final_length
         for step in self._buffer[:, self._num_streamed : stop].cpu().unbind(dim=1):
             self.streamer.put(step)
         self._num_streamed = max(stop, self._num_streamed)
@@ -286,13 +268,23 @@ class GenerationRecords:
         self.tree_sizes: list[int] = []
         self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
 
+    def add_tokens(self, path: Path, lengths: Sequence[int]) -> None:
+        """Records the scores and logits of the first `lengths[b]` tokens of each row."""
+        self.logits.add(path.logits, lengths)
+        self.scores.add(path.scores, lengths)
+
+    def trim(self, num_tokens: Sequence[int]) -> None:
+        """Keeps the scores and logits of the first `num_tokens[b]` new tokens of each row."""
+        self.logits.trim(num_tokens)
+        self.scores.trim(num_tokens)
+
     def add_prompt(self, hidden_states: Any) -> None:
         """Records the states of the prompt, which belong to the first token."""
         if self._has_states:
             self._prompt_states = tuple(hidden_states)
             self._layers = [StepRecord(len(self._accepted_lengths), True) for _ in self._prompt_states]
 
-    def add_cycle(self, tree: DraftTree, path: AcceptedPath, hidden_states: Any) -> None:
+    def add_cycle(self, tree: DraftTree, path: Path, hidden_states: Any) -> None:
         """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
         if self._has_states:
             for record, states in zip(self._layers, hidden_states, strict=True):

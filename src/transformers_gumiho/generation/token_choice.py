@@ -1,16 +1,17 @@
 """The choice of the target's tokens along a draft tree, with processors and criteria as in plain decoding."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
 from transformers import generation
 from transformers.generation import LogitsProcessorList
 
-from .sequences import CommittedSequences, WalkedTokens
+from .sequences import CommittedSequences
 from .token_draws import NO_TOKEN, TokenDraws, sample_by_exponentials
 from .tree.draft_tree import DraftTree
-from .tree.walk import ChildFinder, Walk, longest_path, pick, walk_tree
+from .tree.walk import ChildFinder, Path, longest_path, pick, walk_tree
 from .verification.cycle_shapes import CycleShapes
 
 
@@ -114,44 +115,47 @@ class TokenChooser:
         if self._draws is not None:
             self._draws.return_unused()
 
-    def walk(self, tree: DraftTree, logits: torch.Tensor) -> Iterator[WalkedTokens]:
+    def commit_path(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """
-        Walks `tree` by the target's `logits` `(B, N + 1, V)`. Yields the tokens: all of them at once, or one step
-        after the other. Each part must be committed before the next one is chosen.
+        Walks `tree` by the target's `logits` `(B, N + 1, V)` and commits the tokens: all of them at once, or one step
+        after the other. Returns the committed path.
         """
-        draws, exponentials = self._draws, None
-        if draws is not None and self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
+        draws = self._draws
+        if draws is None:
+            if not self._walks_at_once:
+                return self._commit_steps(tree, logits)
+            return self.sequences.commit(self._walk_greedily(tree, logits))
+        exponentials = None
+        if self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
             exponentials = draws.take(longest_path(tree), logits.shape[2], self._steps(self.sequences.open_rows))
-        if draws is None and self._walks_at_once:
-            yield self._walk_greedily(tree, logits)
-        elif draws is not None and exponentials is not None:
-            yield from self._walk_sampled(tree, logits, draws, exponentials)
+        if exponentials is None:
+            path = self._commit_steps(tree, logits)
         else:
-            yield from self._walk_stepwise(tree, logits)
-        if draws is not None:
-            draws.forget(self._steps(self.sequences.open_rows))
-            self._vocab_size = logits.shape[2]
+            path = self._commit_drawn(tree, logits, draws, exponentials)
+        draws.forget(self._steps(self.sequences.open_rows))
+        self._vocab_size = logits.shape[2]
+        return path
 
-    def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> WalkedTokens:
+    def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """Walks by the best tokens: one walk on the device."""
         scores = self._process_nodes(tree, logits)
         # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
         is_root = tree.max_depth == 0
-        walk = (_walk_greedily if is_root else self.shapes.stage(_walk_greedily, tree.tokens.shape[1]))(tree, scores)
-        return self._walked(walk, logits, scores)
+        walk = walk_to_best if is_root else self.shapes.stage(walk_to_best, tree.tokens.shape[1])
+        return self._read_path(*walk(tree, scores), logits, scores)
 
-    def _walk_sampled(
+    def _commit_drawn(
         self, tree: DraftTree, logits: torch.Tensor, draws: TokenDraws, exponentials: torch.Tensor
-    ) -> Iterator[WalkedTokens]:
+    ) -> Path:
         """The same by tokens that are drawn at all nodes, with the variates `(B, L, V)` of the draws at each depth."""
         scores = self._process_nodes(tree, logits).float()
-        walked = self._walked(walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
-        before = self.sequences.lengths
-        yield walked
+        path = self._read_path(*walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
+        path = self.sequences.commit(path)
         draws.advance_generator(max(self.sequences.lengths) - self.sequences.prompt_length)
         # What is not committed need not come from a distribution.
-        for tokens, first, last in zip(walked.host_tokens, before, self.sequences.lengths, strict=True):
-            _check_drawn(tokens[: last - first])
+        for tokens in path.host_tokens:
+            _check_drawn(tokens)
+        return path
 
     def _process_nodes(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         """Returns the processed scores `(B, N + 1, V)` of all nodes, for processors that read no tokens."""
@@ -162,26 +166,26 @@ class TokenChooser:
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
 
-    def _walked(self, walk: Walk, logits: torch.Tensor, scores: torch.Tensor) -> WalkedTokens:
-        """Brings a walk to the host: the one time in a cycle that the host waits."""
-        host = walk.packed.tolist()
-        counts, tokens = [row[0] for row in host], [row[1:] for row in host]
+    def _read_path(
+        self, nodes: torch.Tensor, packed: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor
+    ) -> Path:
+        """Brings what [`walk_tree`] returns to the host: the one time in a cycle that the host waits."""
+        host_tokens = [tokens[:count] for count, *tokens in packed.tolist()]
+        path, records = Path(nodes, packed[:, 1:], host_tokens), self.sequences.records
+        if not (records.logits.enabled or records.scores.enabled):
+            return path
+        recorded = [
+            pick(values, nodes).to(dtype=torch.float32, device=nodes.device) if is_recorded else None
+            for values, is_recorded in ((logits, records.logits.enabled), (scores, records.scores.enabled))
+        ]
+        return replace(path, logits=recorded[0], scores=recorded[1])
 
-        def along(values: torch.Tensor, is_recorded: bool) -> torch.Tensor | None:
-            if not is_recorded:
-                return None
-            return pick(values, walk.nodes[:, : max(counts)]).to(dtype=torch.float32, device=walk.nodes.device)
-
-        records = self.sequences.records
-        recorded = along(logits, records.logits.enabled), along(scores, records.scores.enabled)
-        return WalkedTokens(walk.nodes, walk.tokens, tokens, counts, *recorded)
-
-    def _walk_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> Iterator[WalkedTokens]:
+    def _commit_steps(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """
-        Chooses one token after the other, as plain decoding: processors get the true prefix of each node once, and
-        criteria and the streamer run after each token.
+        Chooses and commits one token after the other, as plain decoding: processors get the true prefix of each node
+        once, and criteria and the streamer run after each token.
         """
-        sequences = self.sequences
+        sequences, steps = self.sequences, []
         node = tree.parents[:, :1]
         children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
@@ -199,15 +203,16 @@ class TokenChooser:
             # 2. The child that carries it: the draft is accepted. Without one, it is the bonus token.
             child, found = children.find(node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
-            host_tokens, has_child = [row[:1] for row in host], [bool(row[1]) for row in host]
+            host_tokens = [[token] if takes else [] for (token, _), takes in zip(host, walking, strict=True)]
             for row in host_tokens:
                 _check_drawn(row)
             # 3. It is committed before the next one is chosen, because criteria and streamers may draw numbers, too.
-            counts = [int(is_walking) for is_walking in walking]
-            yield WalkedTokens(node, tokens, host_tokens, counts, step_logits[:, None], scores[:, None])
+            step = Path(node, tokens, host_tokens, step_logits[:, None], scores[:, None])
+            steps.append(sequences.commit(step))
             # 4. Rows walk on where they found a child.
-            walking = self._walks_on(walking, has_child)
+            walking = self._walks_on(walking, [bool(is_found) for _, is_found in host])
             node = child
+        return Path.join(steps)
 
     def _walks_on(self, walking: list[bool], has_child: list[bool]) -> list[bool]:
         """Returns which of the rows that were `walking` take another token in this cycle."""
@@ -264,7 +269,8 @@ def _row_policy(
     return RowPolicy.INDEPENDENT if is_row_wise and not passes_end else RowPolicy.TOGETHER
 
 
-def _walk_greedily(tree: DraftTree, scores: torch.Tensor) -> Walk:
+def walk_to_best(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Walks the tree by the tokens of the best `scores` `(B, N + 1, V)`; see [`walk_tree`]."""
     return walk_tree(tree, scores.argmax(dim=-1).to(tree.tokens.device))
 
 
@@ -280,7 +286,7 @@ def draw_at_nodes(tree: DraftTree, scores: torch.Tensor, exponentials: torch.Ten
     return sample_by_exponentials(scores.softmax(dim=-1), of_nodes).squeeze(-1).to(tree.tokens.device)
 
 
-def _check_drawn(tokens: list[int]) -> None:
+def _check_drawn(tokens: Sequence[int]) -> None:
     """Raises the error of `torch.multinomial` if a token was drawn without positive probabilities."""
     if NO_TOKEN in tokens:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

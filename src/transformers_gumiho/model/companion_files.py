@@ -1,4 +1,4 @@
-"""The files next to a saved drafter's weights: settings, the target's tokenizer, and code for `custom_generate`."""
+"""The files next to a saved drafter's weights: settings, and the target's tokenizer."""
 
 import os
 from collections.abc import Iterator
@@ -10,20 +10,20 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..commands import UserValueError
+from ..files import check_is_no_snapshot
 from .configuration_gumiho import GumihoConfig
 
 
 _EMBEDDING = "embed_tokens.weight"
 
-# What `generate(custom_generate=<repository>)` reads: the code, and the packages that it needs.
-CUSTOM_GENERATE = {
-    "generate.py": (
-        '"""Decodes with the drafter of this repository: `target.generate(..., custom_generate=<repository>)`."""\n\n'
-        "from transformers_gumiho.custom_generation import generate\n\n\n"
-        '__all__ = ["generate"]\n'
-    ),
-    "requirements.txt": "transformers-gumiho\n",
-}
+# What `generate(custom_generate=<repository>)` runs: it names the argument that takes a drafter.
+_CUSTOM_GENERATE = '''"""Says that a drafter is an `assistant_model`."""
+
+from transformers_gumiho.custom_generation import generate
+
+
+__all__ = ["generate"]
+'''
 
 
 class SavingMixin:
@@ -49,8 +49,8 @@ class SavingMixin:
         **kwargs: Any,
     ) -> None:
         """
-        As `PreTrainedModel.save_pretrained`; also writes `generation_config.json`, the tokenizer and the folder
-        `custom_generate`.
+        As `PreTrainedModel.save_pretrained`; also writes `generation_config.json`, the tokenizer, and code that
+        answers `custom_generate=<this drafter>`.
 
         Args:
             save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
@@ -58,9 +58,11 @@ class SavingMixin:
             *args, **kwargs: As in `PreTrainedModel.save_pretrained`.
 
         Raises:
+            OSError: The folder holds links to files elsewhere.
             ValueError: The embedding is to be saved and the drafter has none, also not its target's; or a distributed
                 checkpoint is to be pushed.
         """
+        check_is_no_snapshot(save_directory)
         if push_to_hub and kwargs.get("distributed_checkpoint"):
             raise UserValueError(
                 "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
@@ -106,8 +108,7 @@ class SavingMixin:
         self.generation_config.save_pretrained(save_directory)
         folder = save_directory / "custom_generate"
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in CUSTOM_GENERATE.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        (folder / "generate.py").write_text(_CUSTOM_GENERATE, encoding="utf-8")
         os.utime(folder)  # or it would not count as modified where it was there before
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)

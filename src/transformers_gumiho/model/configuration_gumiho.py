@@ -6,13 +6,14 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserOSError, UserValueError
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
+from .block_configs import check_block
 from .loading import as_drafter_fields, find_packaged_folder, released_names
-from .target_shape import TargetLayers, embedding_width, llama_fields_of, resolve_layer_ids
+from .target_shape import TargetLayers, embedding_width, llama_config, llama_fields_of, resolve_layer_ids
 
 
 logger = logging.get_logger(__name__)
@@ -24,15 +25,13 @@ _EAGLE3_FIELDS = (
     "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "qk_norm",
 )  # fmt: skip
-
-
-class SerialHeadConfig(LlamaConfig):
-    """The layers of a serial head: a Llama's, with attention heads of any size (`head_dim`)."""
-
-    def validate_architecture(self) -> None:
-        """Checks, unless the size of the heads is given, that they divide the hidden size."""
-        if self.head_dim == self.hidden_size // self.num_attention_heads:
-            super().validate_architecture()
+# Of an MTP layer alone, beside `serial_head` and `norm_output`.
+_MTP_FIELDS = ("mtp_state_first", "mtp_reads_normed", "mtp_final_norm")
+# Of a block drafter alone.
+_BLOCK_FIELDS = (
+    "block_size", "mask_token_id", "sample_from_anchor", "attention_windows", "attention_causal", "markov_rank",
+    "has_own_head",
+)  # fmt: skip
 
 
 @strict
@@ -44,7 +43,8 @@ class GumihoConfig(PreTrainedConfig):
     Args:
         model (`LlamaConfig` or `dict`, *optional*):
             The Llama configuration of the drafter: hidden size, vocabulary and rotary embedding as in the target, and
-            the two layers of the serial head. A `dict` in `config.json`, a config object in memory.
+            the two layers of the serial head. A `dict` in `config.json`, a config object in memory. For an MTP layer
+            it is the text configuration of the target, with this layer alone.
         num_serial_tokens (`int`, defaults to 2):
             Tokens drafted one after the other by the serial head.
         num_parallel_heads (`int`, defaults to 5):
@@ -70,12 +70,14 @@ class GumihoConfig(PreTrainedConfig):
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
         serial_head (`str`, defaults to `"gumiho"`):
-            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, or `"eagle3"`.
+            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, `"eagle3"`, or `"mtp"` for the
+            multi-token prediction layer of a target; or `"block"` for a block drafter (DFlash, JetSpec, DSpark), which
+            drafts all tokens in one pass.
         draft_vocab_size (`int`, *optional*):
-            For EAGLE-3: tokens that the head's own output head scores, by their ids in the tensor `d2t`. By default
-            it scores all tokens.
+            For EAGLE-3 and block drafters: tokens that the drafter's own output head scores, by their ids in the
+            tensor `d2t`. By default it scores all tokens.
         target_hidden_size (`int`, *optional*):
-            For EAGLE-3: width of the target's states, if it differs from the hidden size.
+            For EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
         norm_before_residual (`bool`, defaults to `False`):
             For EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
         norm_before_fc (`bool`, defaults to `False`):
@@ -83,11 +85,33 @@ class GumihoConfig(PreTrainedConfig):
         fc_norm (`bool`, defaults to `False`):
             For EAGLE-3.1: whether each of the target's states has a norm before `fc`.
         norm_output (`bool`, defaults to `False`):
-            For EAGLE-3.1: whether the feature that is fed back is the one after the final norm.
+            For EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
         qk_norm (`bool`, defaults to `False`):
-            For EAGLE-3: whether queries and keys have norms, as in Qwen3.
+            For EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
+        block_size (`int`, *optional*):
+            For block drafters: most queries of a pass, the newest token and mask tokens.
+        mask_token_id (`int`, *optional*):
+            For block drafters: the token of all other queries.
+        sample_from_anchor (`bool`, defaults to `False`):
+            For block drafters: whether each query predicts the token after its own, as in DSpark; else the token at
+            its own place, and the newest token's query none.
+        attention_windows (`list[int | None]`, *optional*):
+            For block drafters: how many positions a query of each layer sees, its own included; `None` for all.
+        attention_causal (`list[bool]`, *optional*):
+            For block drafters: whether a query of each layer sees no later ones of its block.
+        markov_rank (`int`, defaults to 0):
+            For block drafters: rank of the Markov head of DSpark; 0 for none.
+        has_own_head (`bool`, defaults to `False`):
+            For block drafters: whether there is an output head of its own.
+        mtp_state_first (`bool`, defaults to `False`):
+            For MTP layers: whether `fc` takes the state before the embedding.
+        mtp_reads_normed (`bool`, defaults to `True`):
+            For MTP layers: whether the target's last state is read after its final norm.
+        mtp_final_norm (`bool`, defaults to `True`):
+            For MTP layers: whether there is a norm between the layer and the output head.
         converted_from (`str`, *optional*):
-            Name or folder of the EAGLE head that this config was read from.
+            Name or folder of the head of another method, or of the target with an MTP layer, that this config was read
+            from.
         tie_word_embeddings (`bool`, defaults to `False`):
             Required by transformers. A drafter ties no weights.
 
@@ -112,7 +136,7 @@ class GumihoConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
     sub_configs: ClassVar[dict[str, type]] = {"model": LlamaConfig}
 
-    model: LlamaConfig | dict[str, Any] | None = None
+    model: PreTrainedConfig | dict[str, Any] | None = None
     num_serial_tokens: int = 2
     num_parallel_heads: int = 5
     num_residual_blocks: int = 5
@@ -130,6 +154,16 @@ class GumihoConfig(PreTrainedConfig):
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    mtp_state_first: bool = False
+    mtp_reads_normed: bool = True
+    mtp_final_norm: bool = True
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    attention_windows: list[int | None] | None = None
+    attention_causal: list[bool] | None = None
+    markov_rank: int = 0
+    has_own_head: bool = False
     converted_from: str | None = None
     tie_word_embeddings: bool = False
 
@@ -137,12 +171,7 @@ class GumihoConfig(PreTrainedConfig):
         if self.model is None:
             self.model = LlamaConfig(num_hidden_layers=2)
         elif isinstance(self.model, dict):
-            model_type = self.model.get("model_type", LlamaConfig.model_type)
-            if model_type != LlamaConfig.model_type:
-                raise UserValueError(
-                    f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}."
-                )
-            self.model = SerialHeadConfig(**self.model)
+            self.model = AutoConfig.for_model(**self.model) if self.is_mtp else llama_config(self.model)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -152,9 +181,12 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: A number is too small, or `model` does not describe a Llama.
         """
-        if not isinstance(self.model, LlamaConfig):
+        if not isinstance(self.model, PreTrainedConfig if self.is_mtp else LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
         smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        if self.is_block:
+            check_block(self)
+            smallest["num_serial_tokens"] = 0
         values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
         values["model.num_hidden_layers"] = self.model.num_hidden_layers, 1
         for name, (value, minimum) in values.items():
@@ -162,8 +194,10 @@ class GumihoConfig(PreTrainedConfig):
                 raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
-        if self.serial_head not in ("gumiho", "eagle3"):
-            raise UserValueError(f"`serial_head` must be 'gumiho' or 'eagle3', got {self.serial_head!r}.")
+        if self.serial_head not in ("gumiho", "eagle3", "mtp", "block"):
+            raise UserValueError(
+                f"`serial_head` must be 'gumiho', 'eagle3', 'mtp' or 'block', got {self.serial_head!r}."
+            )
         ids = self.target_layer_ids
         if ids is not None and (not ids or ids[0] < 0 or ids != sorted(set(ids))):
             raise UserValueError(
@@ -184,6 +218,8 @@ class GumihoConfig(PreTrainedConfig):
             ValueError: The file describes another kind of model, or an EAGLE head that is not available here.
         """
         name, lack, cause = pretrained_model_name_or_path, "has no config.json", None
+        if not os.path.isfile(name):
+            check_folder(str(name), has_config=False)
         try:
             with damaged_files_named(name, kwargs):
                 fields, unused = super().get_config_dict(name, **kwargs)
@@ -236,13 +272,39 @@ class GumihoConfig(PreTrainedConfig):
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
         left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        left_out |= set() if self.is_eagle3 else {*_EAGLE3_FIELDS}
+        left_out |= {*_EAGLE3_FIELDS} if self.serial_head == "gumiho" else set()
+        left_out |= set() if self.is_block else {*_BLOCK_FIELDS}
+        left_out |= set() if self.is_mtp else {*_MTP_FIELDS}
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property
     def is_eagle3(self) -> bool:
         """Whether the serial head is one of EAGLE-3, which has an output head of its own."""
         return self.serial_head == "eagle3"
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether the serial head is a target's multi-token prediction layer."""
+        return self.serial_head == "mtp"
+
+    def is_of_target(self, name_or_path: Any) -> bool:
+        """Whether this was read from the checkpoint of a target, `name_or_path`, that has MTP layers."""
+        return self.is_mtp and self.converted_from == str(name_or_path)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the drafter drafts all tokens in one pass over a block, as DFlash and DSpark do."""
+        return self.serial_head == "block"
+
+    @property
+    def drafts_serially(self) -> bool:
+        """Whether each depth of a tree costs a pass."""
+        return self.num_parallel_heads == 0 and not self.is_block
+
+    @property
+    def owns_head(self) -> bool:
+        """Whether the drafter has an output head of its own."""
+        return self.is_eagle3 or self.has_own_head
 
     def layers_read(self, target_config: PreTrainedConfig) -> TargetLayers | None:
         """
@@ -254,7 +316,10 @@ class GumihoConfig(PreTrainedConfig):
         Raises:
             ValueError: The target has too few layers for the defaults of EAGLE-3.
         """
-        if not self.is_eagle3:
+        if not self.mtp_reads_normed:
+            last = target_config.get_text_config(decoder=True).num_hidden_layers - 1
+            return TargetLayers((last,), is_last_normed=False)
+        if self.serial_head in ("gumiho", "mtp"):
             return TargetLayers.of(self.target_layer_ids)
         ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
         if ids is None:
@@ -292,10 +357,12 @@ class GumihoConfig(PreTrainedConfig):
     @property
     def max_draft_depth(self) -> int:
         """The longest path this drafter can draft, in tokens."""
+        if self.block_size is not None:
+            return self.block_size if self.sample_from_anchor else self.block_size - 1
         return self.num_serial_tokens + self.num_parallel_heads
 
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> LlamaConfig:
-        """Returns the nested Llama configuration, which holds the vocabulary and hidden sizes."""
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """Returns the nested configuration, which holds the vocabulary and hidden sizes."""
         return self.model
 
     @classmethod

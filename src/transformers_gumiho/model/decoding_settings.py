@@ -12,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..commands import UserError, UserValueError
-from ..files import damaged_files_named
+from ..files import PLACES, damaged_files_named
 from .configuration_gumiho import GumihoConfig
 from .draft_vocabulary import vocabulary_fault
 from .loading import find_packaged_folder
@@ -33,8 +33,6 @@ DECODING_SETTINGS = (
 NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
 _right_vocabulary: list[tuple[int, Any]] = []
-# Arguments of `from_pretrained` that say where a file is read.
-_LOADING_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 # Below 1, because the target takes the most likely token (under the noise of its draw when sampling), which the
 # drafter ranks first more often than its probability says.
@@ -65,7 +63,7 @@ class DecodingSettingsMixin:
         if given is not None:
             self.set_generation_config(given)
         elif name is not None:
-            where = {argument: loading[argument] for argument in _LOADING_ARGUMENTS if argument in loading}
+            where = {argument: loading[argument] for argument in (*PLACES, "force_download") if argument in loading}
             try:
                 with damaged_files_named(name, where, "generation_config.json"):
                     self.set_generation_config(GenerationConfig.from_pretrained(name, **where))
@@ -165,7 +163,7 @@ class DraftingSettings:
 
         on_cpu = device_type == "cpu"
         depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
-        if config.num_parallel_heads == 0:
+        if config.drafts_serially:
             depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
@@ -220,9 +218,10 @@ class DraftingSettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
         if self.tree_depth > config.max_draft_depth:
+            parts = f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads"
             raise UserValueError(
                 f"`tree_depth` is {self.tree_depth}, but this drafter drafts at most {config.max_draft_depth} tokens: "
-                f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads. {_WHERE}"
+                f"{'those of its block' if config.is_block else parts}. {_WHERE}"
             )
         if self.break_even is not None and not _is_positive(self.break_even):
             raise UserValueError(f"`break_even` must be a positive number or None, got {self.break_even!r}. {_WHERE}")

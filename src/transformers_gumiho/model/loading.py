@@ -1,23 +1,21 @@
-"""Loading a checkpoint: its config in every layout, its files, the names of its tensors, and what it must hold."""
+"""Loading a checkpoint: its config in every layout, the names of its tensors, and what it must hold."""
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial, reduce
+from functools import cache
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
-import torch
-from safetensors import safe_open
 from transformers import LlamaConfig
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file, logging
+from transformers.utils import logging
 
-from ..commands import UserOSError, UserValueError
-from ..files import PLACES, damaged_files_named
+from ..commands import UserValueError
+from ..files import PLACES
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
+from .block_configs import block_fields, is_block_drafter
+from .checkpoint_files import read_entry, tensor_files, tensor_shapes
 from .draft_vocabulary import (
     check_vocabulary_mask,
     entry_token_ids,
@@ -26,6 +24,8 @@ from .draft_vocabulary import (
     is_vocabulary_mask,
 )
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
+from .mtp_layouts import mtp_fields
+from .published_head import PublishedHead, Shapes, num_layers
 
 
 logger = logging.get_logger(__name__)
@@ -68,7 +68,8 @@ def released_names() -> list[str]:
 def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for: a drafter's fields, those of
-    a Llama, as the reference writes them, or those of an EAGLE head. `options` are the arguments of `from_pretrained`.
+    a Llama, as the reference writes them, those of a head of another method, or those of a target with MTP layers.
+    `options` are the arguments of `from_pretrained`.
 
     Raises:
         ValueError: The file describes another kind of model.
@@ -76,18 +77,26 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
         return fields
-    is_small = _is_small(fields)
-    if is_small or claims_to_draft(fields):
-        found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
+    if is_block_drafter(fields):
+        return block_fields(fields, tensor_shapes(name_or_path, options), name_or_path)
+    found = mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path)
+    if found is not None:
+        return found
+    # The number of layers may have been copied from the target. The tensors of a folder are seen at once.
+    if _is_small(fields) or claims_to_draft(fields) or os.path.isdir(name_or_path):
+        shapes = cache(lambda: tensor_shapes(name_or_path, options))
+        found = eagle_fields(fields, shapes, name_or_path)
         if found is not None:
             return found
+        fields = _with_own_layers(fields, shapes(), name_or_path)
     where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
-            f"layout of the reference implementation, or that of an EAGLE head."
+            f"layout of the reference implementation, that of an EAGLE head, or that of a target with MTP layers in "
+            f"its checkpoint."
         )
-    if not is_small:
+    if not _is_small(fields):
         raise UserValueError(
             f"{where}: its config.json describes a Llama of {fields.get('num_hidden_layers')!r} layers, where the "
             f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
@@ -95,6 +104,15 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
         )
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
+
+
+def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
+    """Returns the fields of a Llama with the number of layers that a Gumiho drafter's tensors have."""
+    own = {"num_hidden_layers": num_layers(shapes)}
+    if "mlp.0.0.linear.weight" not in shapes or fields.get("num_hidden_layers") == num_layers(shapes):
+        return fields
+    PublishedHead(fields, "", name_or_path).warn_of_copies(own)
+    return fields | own
 
 
 def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
@@ -110,86 +128,6 @@ def _is_small(fields: dict[str, Any]) -> bool:
     return isinstance(num_layers, int) and num_layers <= _MAX_LAYERS
 
 
-def plain_name(key: str) -> str:
-    """Returns the name of a drafter's tensor without the prefixes that other tools write before it."""
-    name = re.sub(r"^(?:model\.){0,2}midlayer\.", "layers.0.", key)
-    return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
-
-
-def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
-    """
-    Returns the weight files that `from_pretrained` reads with these arguments, `options`: one, or all shards. There
-    are none where nothing is found. `name_or_path` is a folder, a file, or a name on the Hub.
-    """
-    if os.path.isfile(name_or_path):
-        return [Path(name_or_path)]
-    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
-    places = {name: options[name] for name in PLACES if options.get(name) is not None}
-    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if variant := options.get("variant"):
-            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
-        try:
-            file = Path(str(cached_file(name_or_path, name, **places)))
-        except OSError:  # there is no such file
-            continue
-        if file.suffix != ".json":
-            return [file]
-        shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map")
-        if not isinstance(shards, dict):
-            raise UserOSError(
-                f"`{file.name}` of {str(name_or_path)!r} is damaged: it has no `weight_map`. Download it again."
-            )
-        return [Path(str(cached_file(name_or_path, shard, **places))) for shard in sorted(set(shards.values()))]
-    return []
-
-
-def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """
-    Returns the shape of each tensor of a checkpoint by its plain name, without reading the tensors. There are none
-    where no weight file is found. The arguments are those of [`weight_files`].
-    """
-    with damaged_files_named(name_or_path, options):
-        return {plain_name(key): shape for key, shape, _ in _entries(name_or_path, options, "meta")}
-
-
-def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
-    """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
-    entries = (read() for *_, read in _entries(name_or_path, options, "meta"))
-    dtypes = {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
-    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
-
-
-def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
-    """Returns one entry of a checkpoint, under any prefix, without reading the others; `None` if there is none."""
-    plain = plain_name(key)
-    if options.get("state_dict") is not None:
-        return next((entry for name, entry in options["state_dict"].items() if plain_name(name) == plain), None)
-    entries = _entries(name_or_path, options, "cpu")
-    return next((read() for name, _, read in entries if plain_name(name) == plain), None)
-
-
-def _entries(
-    name_or_path: Any, options: Mapping[str, Any], device: str
-) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
-    """Yields names and shapes of a checkpoint's entries, and functions that read them: pickles to this device."""
-    for file in weight_files(name_or_path, options):
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield key, tuple(tensors.get_slice(key).get_shape()), partial(tensors.get_tensor, key)
-        else:
-            for key, entry in _load_pickle(file, device).items():
-                yield key, tuple(getattr(entry, "shape", ())), partial(lambda entry: entry, entry)
-
-
-def _load_pickle(file: Path, device: str) -> dict[str, Any]:
-    # Files of before PyTorch 1.6 are no archives, and cannot be mapped into memory.
-    entries = torch.load(file, map_location=device, weights_only=True, mmap=is_zipfile(file))
-    if not isinstance(entries, dict):
-        raise UserOSError(f"`{file}` is damaged: it holds no tensors by name. Download it again.")
-    return entries
-
-
 class RenamingOnLoad(WeightRenaming):
     """Reads a tensor under another name. What is saved keeps the drafter's own names, whatever was loaded."""
 
@@ -203,7 +141,9 @@ class RenamingOnLoad(WeightRenaming):
 def register_released_names() -> None:
     """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
     # As in vLLM, around the drafter or the serial head alone.
-    modules = "embed_tokens|fc|fc_norm|input_norm|layers|layer_fusion|lm_head|mlp|norm|transition"
+    modules = (
+        "embed_tokens|fc|fc_norm|hidden_norm|input_norm|layers|layer_fusion|lm_head|markov_head|mlp|norm|transition"
+    )
     renamings = [
         RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
@@ -245,10 +185,10 @@ def accept_checkpoint(
     problems = [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in found if keys]
     if not problems:
         return
-    if "fc.weight" in missing:
+    if "fc.weight" in missing and not drafter.config.is_mtp:
         reason = "is not a Gumiho drafter: it has no `fc`, which fuses a token with the state before it."
     else:
-        reason = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
+        reason = drafter.serial_head.misfit
     raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
 
 
@@ -281,8 +221,8 @@ def _accept_new_fusion(
 ) -> None:
     """Accepts a checkpoint that reads one state of the target for a config with several layers."""
     name, layer_ids = repr(str(source)), config.target_layer_ids
-    # An EAGLE-3 head fuses layers by `fc`, whichever they are.
-    if config.is_eagle3 or (layer_ids is None and _FUSION_TENSOR not in unexpected):
+    # Heads of other methods fuse layers by `fc`, whichever they are.
+    if config.serial_head != "gumiho" or (layer_ids is None and _FUSION_TENSOR not in unexpected):
         return
     own_ids = _own_fields(config, source, options).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
@@ -345,7 +285,7 @@ def _drop_extra_heads(drafter: Any, unexpected: set[str], name: str) -> None:
 def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: Mapping[str, Any]) -> None:
     """Makes the vocabulary that a checkpoint holds as a tensor the setting `draft_vocabulary`, unless that is set."""
     config, vocab_size = drafter.config, drafter.config.get_text_config().vocab_size
-    if config.is_eagle3:  # it belongs to the weights
+    if config.serial_head != "gumiho":  # it belongs to the weights
         if config.draft_vocab_size is not None:
             # As it was written: a buffer of another shape or type may hold anything.
             _read_vocabulary("d2t", vocab_size, source, options)

@@ -1,5 +1,6 @@
 """The Gumiho drafter: a serial Transformer head and parallel MLP heads (arXiv 2503.10135)."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,19 +11,21 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
-from ..files import damaged_files_named
+from ..files import PLACES, damaged_files_named
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
 from .loading import accept_checkpoint
+from .mtp_checkpoint import has_mtp_layers, read_mtp_layers
+from .mtp_layouts import mtp_settings
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
 from .serial_head import SERIAL_HEADS
-from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, is_split
+from .token_embedding import BorrowedEmbedding, address_of, embedding_of, fitting_rows, share_equal
 from .transition import GumihoTransition, GumihoTransitions
-from .unrolling import unroll_serial_head
+from .wrappers import as_target, unwrap_model
 
 
 class GumihoPreTrainedModel(SavingMixin, DecodingSettingsMixin, PreTrainedModel):
@@ -59,7 +62,8 @@ class GumihoModel(GumihoPreTrainedModel):
     It holds a frozen copy of the target's token embedding, or reads the target's own ([`share_embedding`]). The
     target's output head turns its features into tokens. `generation_config` has its [`DraftingSettings`].
 
-    EAGLE heads load as drafters without parallel heads. Those of EAGLE-3 have an output head of their own.
+    EAGLE heads load as drafters without parallel heads. Those of EAGLE-3 have an output head of their own. Block
+    drafters (DFlash, JetSpec, DSpark) draft all tokens in one pass, and have no `forward`.
 
     Example:
 
@@ -91,9 +95,11 @@ class GumihoModel(GumihoPreTrainedModel):
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
-        own = [type(module).__name__ for module in (self.layers[0], self.transition) if module is not None]
+        own = [type(module).__name__ for module in (self.serial_layers[0], self.transition) if module is not None]
         self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
         self.gradient_checkpointing = False
+        # Of the output head that a target's checkpoint has for its MTP layer.
+        self.own_head_rows: torch.Tensor | None = None
         self.set_generation_config(GenerationConfig.from_model_config(config))
         self.post_init()
 
@@ -107,8 +113,9 @@ class GumihoModel(GumihoPreTrainedModel):
             **overrides: Passed to [`GumihoConfig.from_target`].
 
         Raises:
-            ValueError: The target's embedding is offloaded.
+            ValueError: `target` is no model of transformers, or its embedding is offloaded.
         """
+        target = as_target(target)
         return cls.from_embedding(target.config, embedding_of(target), **overrides)
 
     @classmethod
@@ -139,8 +146,9 @@ class GumihoModel(GumihoPreTrainedModel):
         """
         Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
         without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
-        embedding if the target's is equal, on the same device and in the same dtype. If the target's is split over
-        processes (`tp_plan`), a drafter without one gets a whole copy; all processes must call this.
+        embedding if the target's is equal, on the same device and in the same dtype, and its own output head, too. If
+        the target's embedding is split over processes (`tp_plan`), a drafter without one gets a whole copy; all
+        processes must call this.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.
@@ -151,19 +159,13 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: The drafter has no embedding, and the target's is offloaded or of another shape.
         """
+        if self.config.owns_head:
+            share_equal(self.lm_head.weight, getattr(target.get_output_embeddings(), "weight", None))
         embedding = embedding_of(target)
         if not self.config.has_embedding:
             self.adopt_embedding(embedding)
             return embedding is not None and address_of(self.embed_tokens.weight) == address_of(embedding)
-        own = self.embed_tokens.weight
-        if embedding is None or is_split(embedding):
-            return False
-        rows = embedding[: own.shape[0]]
-        alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
-        if not alike or own.device.type == "meta" or not torch.equal(rows, own):
-            return False
-        own.data = rows
-        return True
+        return share_equal(self.embed_tokens.weight, embedding)
 
     def adopt_embedding(self, embedding: torch.Tensor | None) -> None:
         """
@@ -197,19 +199,29 @@ class GumihoModel(GumihoPreTrainedModel):
                 layers of the target than it is asked to; its vocabulary does not fit; or its config is that of
                 another kind of model.
         """
+        source, options = pretrained_model_name_or_path, kwargs
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-        if kwargs.get("variant") is not None and not isinstance(kwargs.get("config"), GumihoConfig):
-            # The tensors show that it is an EAGLE head. transformers does not hand their place to the config.
-            where = kwargs.pop("config", None) or pretrained_model_name_or_path
+        is_named = not isinstance(kwargs.get("config"), GumihoConfig)
+        if is_named and (kwargs.get("variant") is not None or has_mtp_layers(source, kwargs)):
+            # The tensors show what it is. transformers does not hand their place to the config.
+            where = kwargs.pop("config", None) or source
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
             fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
-            kwargs = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
-        with damaged_files_named(pretrained_model_name_or_path, kwargs):
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        model.load_generation_config(kwargs)
-        accept_checkpoint(model, info, pretrained_model_name_or_path, kwargs, allow_mismatch)
+            options = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
+        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        config = options.get("config")
+        if isinstance(config, GumihoConfig) and config.is_of_target(source):
+            tensors, own_head_rows = read_mtp_layers(source, options)
+            elsewhere = {name: value for name, value in options.items() if name not in PLACES}
+            model, info = super().from_pretrained(None, *args, state_dict=tensors, **loading, **elsewhere)
+            model.own_head_rows = own_head_rows
+            settings = GenerationConfig(**mtp_settings(config.get_text_config()))
+            model.set_generation_config(options.get("generation_config") or settings)
+        else:
+            with damaged_files_named(source, options):
+                model, info = super().from_pretrained(source, *args, **loading, **options)
+            model.load_generation_config(options)
+        accept_checkpoint(model, info, source, options, allow_mismatch)
         return (model, info) if output_loading_info else model
 
     def fuse(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -241,18 +253,19 @@ class GumihoModel(GumihoPreTrainedModel):
     def run_serial_head(
         self,
         fused: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """
-        Runs the serial Transformer head.
+        Runs the serial Transformer head, or the layers of a block drafter.
 
         Args:
             fused: What [`fuse`] returned.
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
-                implementation takes, which is then used as it is.
+                implementation takes, which is then used as it is. For a block drafter a list of these, one of each
+                layer.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
             cache: The serial head's cache. Extended in place.
 
@@ -263,6 +276,11 @@ class GumihoModel(GumihoPreTrainedModel):
             past_length = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(past_length, past_length + fused.shape[1], device=fused.device)[None]
         return self.serial_head.run(self, fused, attention_mask, position_ids, cache, **kwargs)
+
+    @property
+    def serial_layers(self) -> nn.ModuleList:
+        """The layers of the serial head."""
+        return self.serial_head.layers(self)
 
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """
@@ -288,7 +306,7 @@ class GumihoModel(GumihoPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
-        unroll: bool = False,
+        unroll: Callable[..., Any] | None = None,
         serial_only: bool = False,
         **kwargs: Any,
     ) -> GumihoOutput:
@@ -303,13 +321,13 @@ class GumihoModel(GumihoPreTrainedModel):
             position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
             cache (`Cache`, *optional*): The serial head's cache; extended in place.
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
-            unroll (`bool`, defaults to `False`): Draft every serial token beyond the first from the drafter's own
-                feature instead of the target's state, at every position, as it happens in drafting. For training and
-                evaluation, without a cache.
+            unroll (`Callable`, *optional*): What drafts every serial token beyond the first from the drafter's own
+                feature instead of the target's state, at every position, as it happens in drafting. Training and
+                evaluation give `unroll_serial_head` of `transformers_gumiho.training.unrolling`, without a cache.
             serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
-            ValueError: The shapes do not fit together, or `unroll` is asked for with a cache.
+            ValueError: The shapes do not fit together, or `unroll` is given with a cache.
         """
         width = self.config.drafter_input_size
         if input_ids.shape != hidden_states.shape[:2] or hidden_states.shape[2] != width:
@@ -317,14 +335,14 @@ class GumihoModel(GumihoPreTrainedModel):
                 f"`hidden_states` must have shape (batch, tokens, {width}) with the batch and tokens of "
                 f"`input_ids` {tuple(input_ids.shape)}, got {tuple(hidden_states.shape)}."
             )
-        if unroll and (cache is not None or use_cache):
-            raise UserValueError("`unroll=True` reads a text in one pass. Leave `cache` and `use_cache` out.")
+        if unroll is not None and (cache is not None or use_cache):
+            raise UserValueError("`unroll` reads a text in one pass. Leave `cache` and `use_cache` out.")
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
         unrolled_features = path_inputs = None
-        if unroll:
-            serial_features, unrolled_features, path_inputs = unroll_serial_head(
+        if unroll is not None:
+            serial_features, unrolled_features, path_inputs = unroll(
                 self, input_ids, fused, attention_mask, position_ids, **kwargs
             )
         else:
@@ -359,3 +377,9 @@ class GumihoModel(GumihoPreTrainedModel):
         # After the end of the text nothing counts.
         above = nn.functional.pad(above, (0, 0, 0, self.config.num_parallel_heads - 1))
         return self.transition(features, above.to(features))
+
+
+def unwrap_drafter(model: Any) -> GumihoModel | None:
+    """Returns the drafter that `model` is or wraps; `None` where it is none."""
+    model = unwrap_model(model)
+    return model if isinstance(model, GumihoModel) else None

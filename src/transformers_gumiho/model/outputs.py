@@ -20,9 +20,9 @@ class GumihoOutput(ModelOutput):
         parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
             For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
             `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
-            with `unroll=True` those that the drafter itself would have at this point. Where the drafter has
+            with `unroll` those that the drafter itself would have at this point. Where the drafter has
             transitions, moved by the token `input_ids[:, t + S + i]`, which state t+1+S+i belongs to.
-        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll=True`):
+        unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll`):
             For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
             target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
         cache (`Cache`, *optional*):

@@ -4,15 +4,19 @@ What differs between the serial heads of drafters: how they read the target, tak
 A serial head has no state of its own. Its modules stay on the drafter, under the names of published checkpoints.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
+from transformers.models.auto import MODEL_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from ..internals import CACHE_NAME
+from ..commands import UserValueError
+from ..internals import CACHE_NAME, adopt_eager_attention, attention_implementation, supports_sdpa
+from .block_layers import MarkovHead, context_entries
 from .configuration_gumiho import GumihoConfig
 from .layer_fusion import GumihoLayerFusion, normalize_lower
 from .serial_layers import Eagle3FirstLayer, make_layer
@@ -26,11 +30,13 @@ class GumihoSerialHead:
     Attributes:
         fuses_tokens: Whether `fc` runs for each drafted token; else once for each state of the target.
         ignored_keys: Patterns of tensors that a checkpoint may bring along.
+        misfit: What is wrong with a checkpoint that lacks tensors of the head, as the predicate of a sentence.
     """
 
     fuses_tokens = True
     # Features are turned into tokens by the output head of the target.
-    ignored_keys = (r"^(?:model\.){0,2}lm_head\.",)
+    ignored_keys: tuple[str, ...] = (r"^(?:model\.){0,2}lm_head\.",)
+    misfit = "does not fit its GumihoConfig. Check that it is a Gumiho drafter and that its config belongs to it."
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
         """Gives a new drafter the modules of this head."""
@@ -43,6 +49,14 @@ class GumihoSerialHead:
         drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
         # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
         drafter.layers[0].input_layernorm = nn.Identity()
+
+    def layers(self, drafter: Any) -> nn.ModuleList:
+        """Returns the layers of the head."""
+        return drafter.layers
+
+    def window(self, config: GumihoConfig) -> int | None:
+        """Returns how many tokens a token attends to in the head, itself included; `None` for all before it."""
+        return None
 
     def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
         """Maps what the drafter reads of the target, `(B, T, k * H)`, to the states `(B, T, H)` for [`fuse`]."""
@@ -141,4 +155,152 @@ class Eagle3SerialHead(GumihoSerialHead):
         return features if drafter.config.norm_output else drafter.norm(features)
 
 
-SERIAL_HEADS: dict[str, GumihoSerialHead] = {"gumiho": GumihoSerialHead(), "eagle3": Eagle3SerialHead()}
+class MtpSerialHead(GumihoSerialHead):
+    """
+    The multi-token prediction layer of a target (arXiv 2412.19437, section 2.2): a model of the target's own decoder
+    class that has this layer alone. Its input is a product of a normed embedding and a normed state; the target's
+    output head scores what it returns. Later tokens are drafted from its own features, as an EAGLE head does.
+    """
+
+    ignored_keys = ()
+    misfit = (
+        "has MTP layers that do not fit the target's own layers. Layers of a target that was quantized or trained "
+        "further may be damaged or incomplete: name the original checkpoint instead."
+    )
+
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        layers = config.get_text_config()
+        decoder_class = MODEL_MAPPING[type(layers)]
+        if attention_implementation(layers) == "sdpa" and not supports_sdpa(decoder_class):
+            adopt_eager_attention(layers)
+        # It never reads an embedding of its own.
+        without_vocabulary = copy.deepcopy(layers)
+        without_vocabulary.vocab_size, without_vocabulary.pad_token_id = 1, None
+        decoder = decoder_class(without_vocabulary)
+        decoder.set_input_embeddings(nn.Identity())
+        # Its final norm is the one of the MTP layer, and this module's to run.
+        name = next(name for name in ("norm", "norm_f") if hasattr(decoder, name))
+        norm = getattr(decoder, name)
+        setattr(decoder, name, nn.Identity())
+        drafter.decoder = decoder
+        drafter.norm = norm if config.mtp_final_norm else nn.Identity()
+        # Norms within attention may have another epsilon than this one.
+        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        width = layers.hidden_size
+        drafter.enorm = type(norm)(config.embedding_width, eps=epsilon)
+        drafter.hnorm = type(norm)(width, eps=epsilon)
+        drafter.fc = nn.Linear(config.embedding_width + width, width, bias=config.gumiho_fc_bias)
+
+    def layers(self, drafter: Any) -> nn.ModuleList:
+        return drafter.decoder.layers
+
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        parts = drafter.enorm(embeddings), drafter.hnorm(states)
+        return drafter.fc(torch.cat(parts[::-1] if drafter.config.mtp_state_first else parts, dim=-1))
+
+    def run(
+        self,
+        drafter: Any,
+        fused: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        cache: Cache | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        features = drafter.decoder(
+            inputs_embeds=fused,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=cache is not None,
+            **{CACHE_NAME: cache},
+            **kwargs,
+        ).last_hidden_state
+        return drafter.norm(features) if drafter.config.norm_output else features
+
+    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        return features if drafter.config.norm_output else drafter.norm(features)
+
+    def window(self, config: GumihoConfig) -> int | None:
+        layers = config.get_text_config()
+        kinds = getattr(layers, "layer_types", None) or [None]
+        return layers.sliding_window if kinds[0] == "sliding_attention" else None
+
+
+class BlockHead(GumihoSerialHead):
+    """
+    The body of DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394) and DSpark. A block, the newest token and mask
+    tokens after it, attends to itself and to the target's states, and predicts all of its tokens in one pass.
+
+    `fc` makes one state of those of several layers. It has keys and values in every layer of the drafter, and is never
+    updated. The layers are Qwen3's or Llama's.
+    """
+
+    fuses_tokens = False
+    # A mask of the tokens of `d2t`, a judge of drafts, and copies of parts of the target.
+    ignored_keys = (r"^(?:model\.){0,2}(t2d$|confidence_head\.|verifier_lm_head\.|verifier_norm\.|rotary_emb\.)",)
+
+    def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
+        llama, num_scored = config.get_text_config(), config.draft_vocab_size
+        drafter.fc = nn.Linear(config.drafter_input_size, llama.hidden_size, bias=config.gumiho_fc_bias)
+        drafter.hidden_norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
+        layers = range(llama.num_hidden_layers)
+        drafter.layers = nn.ModuleList(make_layer(llama, index, config.qk_norm) for index in layers)
+        drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
+        drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
+        if config.has_own_head:
+            drafter.lm_head = nn.Linear(llama.hidden_size, num_scored or llama.vocab_size, bias=False)
+        if config.markov_rank:
+            drafter.markov_head = MarkovHead(llama.vocab_size, num_scored or llama.vocab_size, config.markov_rank)
+        if num_scored is not None:
+            drafter.register_buffer("d2t", torch.zeros(num_scored, dtype=torch.long))
+
+    def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
+        # A prompt is read where the target is.
+        return drafter.hidden_norm(drafter.fc(states.to(drafter.hidden_norm.weight)))
+
+    def write_context(self, drafter: Any, context: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
+        """Adds keys and values of what [`read_target`] returned, `(B, n, H)`, to the cache of every layer."""
+        cos, sin = drafter.rotary_emb(context, position_ids)
+        for index, layer in enumerate(drafter.layers):
+            cache.update(*context_entries(layer.self_attn, context, cos, sin), index)
+
+    def embed_block(self, drafter: Any, tokens: torch.Tensor, num_queries: int) -> torch.Tensor:
+        """Returns the inputs `(B, Q, H)` of the layers: the newest tokens `(B, 1)`, and mask tokens."""
+        block = nn.functional.pad(tokens, (0, num_queries - 1), value=drafter.config.mask_token_id)
+        return drafter.embed_tokens(block).to(drafter.dtype)
+
+    def run(
+        self, drafter: Any, fused: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor, cache: Any, **_: Any
+    ) -> torch.Tensor:
+        """Runs the layers on a block after the context in the cache. `attention_mask` is a list, one of each layer."""
+        position_embeddings, states = drafter.rotary_emb(fused, position_ids), fused
+        for layer, mask in zip(drafter.layers, attention_mask, strict=True):
+            states = layer(
+                states,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=True,
+                position_embeddings=position_embeddings,
+                **{CACHE_NAME: cache},
+            )
+        return states
+
+    def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        raise UserValueError(
+            "A block drafter (DFlash, JetSpec, DSpark) drafts in `generate()`, and has no `forward` over a text. It "
+            "is trained by the tools that make such heads: SpecForge, DeepSpec or speculators."
+        )
+
+    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        return drafter.norm(features)
+
+
+SERIAL_HEADS: dict[str, GumihoSerialHead] = {
+    "gumiho": GumihoSerialHead(),
+    "eagle3": Eagle3SerialHead(),
+    "mtp": MtpSerialHead(),
+    "block": BlockHead(),
+}

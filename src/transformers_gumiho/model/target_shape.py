@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from ..commands import UserValueError
 
@@ -117,6 +117,23 @@ def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[name] = getattr(target, name, None)
     return fields
+
+
+class SerialHeadConfig(LlamaConfig):
+    """The layers of a serial head: a Llama's, with attention heads of any size (`head_dim`)."""
+
+    def validate_architecture(self) -> None:
+        """Checks, unless the size of the heads is given, that they divide the hidden size."""
+        if self.head_dim == self.hidden_size // self.num_attention_heads:
+            super().validate_architecture()
+
+
+def llama_config(fields: dict[str, Any]) -> SerialHeadConfig:
+    """Returns the config of the layers of a serial head. Raises `ValueError` for fields of another type."""
+    model_type = fields.get("model_type", LlamaConfig.model_type)
+    if model_type != LlamaConfig.model_type:
+        raise UserValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
+    return SerialHeadConfig(**fields)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:

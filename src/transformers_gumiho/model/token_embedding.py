@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..commands import UserValueError
+from ..internals import WeightState
 
 
 class BorrowedEmbedding(nn.Module):
@@ -21,26 +22,31 @@ class BorrowedEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight: torch.Tensor | None = None
-        # The tensor that was lent, of which `weight` may be a copy on another device or in another precision.
-        self._source: torch.Tensor | None = None
+        # Of the tensor that was lent, where `weight` is a copy of it on another device or in another precision.
+        self._copied: WeightState | None = None
 
     @torch.inference_mode(False)  # or a later training could not read it
     def lend(self, embedding: torch.Tensor | None, vocab_size: int, embedding_size: int, like: torch.Tensor) -> None:
         """
         Takes the rows `(V, E)` of a target's embedding over: themselves where their device and dtype are those of
-        `like`, else a copy. Does nothing if it has them.
+        `like`, else a copy. Does nothing if it has them, and the target was not updated since.
 
         Raises:
             ValueError: See [`fitting_rows`].
         """
-        if self.weight is not None and self._source is not None and embedding is not None:
-            is_known = address_of(self._source) == address_of(embedding)
-            if is_known and (self.weight.device, self.weight.dtype) == (like.device, like.dtype):
-                return
-        rows = fitting_rows(embedding, vocab_size, embedding_size).detach()
+        if embedding is not None and self._has(embedding, like):
+            return
+        rows = fitting_rows(embedding, vocab_size, embedding_size)
         # Detached, as a parameter would become one of this module.
-        self._source = None if embedding is None else embedding.detach()
-        self.weight = rows.to(device=like.device, dtype=like.dtype)
+        self.weight = rows.detach().to(device=like.device, dtype=like.dtype)
+        self._copied = None if embedding is None else _state_of(embedding)
+
+    def _has(self, embedding: torch.Tensor, like: torch.Tensor) -> bool:
+        """Whether `weight` is this embedding, or a copy of what it holds now."""
+        if self.weight is None or (self.weight.device, self.weight.dtype) != (like.device, like.dtype):
+            return False
+        is_itself = address_of(self.weight) == address_of(embedding)
+        return is_itself or (self._copied is not None and self._copied == _state_of(embedding))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings `(..., E)` of token ids `(...)`."""
@@ -59,7 +65,7 @@ class BorrowedEmbedding(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the drafter, or a pickled one, borrows for itself.
-        return self.__dict__ | {"weight": None, "_source": None}
+        return self.__dict__ | {"weight": None, "_copied": None}
 
 
 def embedding_of(target: PreTrainedModel) -> torch.Tensor | None:
@@ -77,6 +83,29 @@ def is_split(embedding: torch.Tensor) -> TypeGuard[Any]:
 def address_of(embedding: torch.Tensor) -> int:
     """Returns the address of a tensor, or of this process's part."""
     return (embedding.to_local() if is_split(embedding) else embedding).data_ptr()
+
+
+def _state_of(embedding: torch.Tensor) -> WeightState:
+    """Returns what changes with an embedding."""
+    if is_split(embedding):
+        # Without a sample: where the processes disagree, some would wait for the others for ever.
+        return WeightState.of([embedding.to_local()], is_sampled=False)
+    return WeightState.of([embedding])
+
+
+def share_equal(own: nn.Parameter, other: torch.Tensor | None) -> bool:
+    """
+    Replaces a drafter's weight by the first rows of the target's, where these are equal, on the same device and in the
+    same dtype, so that memory holds them once. Returns whether they are.
+    """
+    if other is None or is_split(other) or own.device.type == "meta":
+        return False
+    rows = other.detach()[: own.shape[0]]
+    alike = (rows.shape, rows.dtype, rows.device) == (own.shape, own.dtype, own.device)
+    if not alike or not torch.equal(rows, own):
+        return False
+    own.data = rows
+    return True
 
 
 def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size: int) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from ..commands import UserValueError
 from ..internals import uncompiled
-from .modeling_gumiho import GumihoModel
+from .configuration_gumiho import GumihoConfig
 
 
 def unwrap_model(model: Any) -> Any:
@@ -21,7 +23,23 @@ def unwrap_model(model: Any) -> Any:
         model = inner
 
 
-def unwrap_drafter(model: Any) -> GumihoModel | None:
-    """Returns the drafter that `model` is or wraps; `None` where it is none."""
-    model = unwrap_model(model)
-    return model if isinstance(model, GumihoModel) else None
+def as_target(model: Any) -> PreTrainedModel:
+    """
+    Returns the target that `model` is or wraps.
+
+    Raises:
+        ValueError: It is a drafter, or no model of transformers: one of another runtime, or a module around a model.
+    """
+    inner = unwrap_model(model)
+    name = type(inner).__name__
+    if isinstance(getattr(inner, "config", None), GumihoConfig):
+        raise UserValueError(f"A target is needed, and this {name} is a drafter. Give the model that it drafts for.")
+    if isinstance(inner, PreTrainedModel):
+        return inner
+    parts = {**getattr(inner, "__dict__", {}), **getattr(inner, "_modules", {})}
+    around = next((part for part, value in parts.items() if isinstance(unwrap_model(value), PreTrainedModel)), None)
+    if around is None:
+        fix = "Load the target with `AutoModelForCausalLM.from_pretrained`."
+    else:
+        fix = f"It holds a {type(unwrap_model(parts[around])).__name__} as `{around}`: give that."
+    raise UserValueError(f"A target is a `PreTrainedModel` of transformers, and this is a {name}. {fix}")

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from transformers.configuration_utils import PreTrainedConfig
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
 from ..files import damaged_files_named
-from ..generation.attach import is_drafter
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.open_text import load_tokenizer
+from ..model.loading import find_packaged_folder, is_of_drafter
+from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
+from ..training.data.open_text import load_tokenizer
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -38,7 +40,7 @@ class AttachArguments:
     """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
 
     target: str = option("Target model: a folder or a name on the Hub. Both may be given by position.", REQUIRED)
-    drafter: str = option("Gumiho drafter: a folder or a name on the Hub.", REQUIRED)
+    drafter: str = option("Gumiho drafter: a folder or a name on the Hub; `mtp`: the target's MTP layers.", REQUIRED)
     output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
     record: str | None = option("Feature cache to record what is generated in, prompts included.")
     copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
@@ -58,14 +60,15 @@ def write_served_target(args: AttachArguments) -> str:
             with.
         OSError: The target or the drafter cannot be found.
     """
-    if not is_drafter(args.drafter):
+    layers = args.target if args.drafter == OWN_MTP_LAYERS else args.drafter
+    if not has_mtp_layers(layers, {}) and (args.drafter == OWN_MTP_LAYERS or not is_drafter(args.drafter)):
         raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
     folder = Path(args.output_dir)
     if folder.is_dir() and any(folder.iterdir()):
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     _check_source(args.target, source)
-    _check_vocabulary(args.drafter, source)
+    _check_vocabulary(layers, source)
     if args.record is not None:
         load_tokenizer(str(source), None, None)  # which a recording needs
         if Path(args.record).is_file():
@@ -80,12 +83,31 @@ def write_served_target(args: AttachArguments) -> str:
                     shutil.copy(path, folder / path.name)
         if (source / _TEMPLATES).is_dir():
             shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
-    drafter = os.path.abspath(args.drafter) if os.path.isdir(args.drafter) else args.drafter
+    drafter = args.drafter
+    if drafter != OWN_MTP_LAYERS and os.path.isdir(drafter):
+        drafter = os.path.abspath(drafter)
     record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how = "copied" if args.copy_weights else "linked"
     return f"{args.output_dir} drafts with {drafter}; the weights are {how}. Load it with trust_remote_code."
+
+
+def is_drafter(name: str | os.PathLike) -> bool:
+    """
+    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
+    no code from there. Raises `ValueError` where no config can be read.
+    """
+    if find_packaged_folder(str(name)):
+        return True
+    try:
+        with damaged_files_named(name):
+            config, _ = PreTrainedConfig.get_config_dict(str(name))
+            return is_of_drafter(config, name)
+    except OSError as error:
+        raise UserValueError(
+            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
+        ) from error
 
 
 def _check_source(target: str, source: Path) -> None:

@@ -1,24 +1,17 @@
 """Training a Gumiho drafter with the Hugging Face `Trainer`."""
 
+import importlib
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..commands import UserImportError
 
 
-if find_spec("datasets") is None:
-
-    def __getattr__(name: str) -> Any:  # but for `recording`, which needs no extra
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UserImportError(
-            "Training needs the `datasets` library. Install it with `pip install 'transformers-gumiho[train]'`."
-        )
-else:
-    from ..files import load_conversations
+if TYPE_CHECKING:
     from .arguments import GumihoTrainingArguments
     from .checkpoints import last_complete_checkpoint
     from .collator import GumihoDataCollator
+    from .data.datasets import load_conversations
     from .data.preparation import PreparationReport, prepare_dataset
     from .feature_cache import CachedFeatures, FeatureDataset
     from .feature_extraction import cache_size, write_feature_cache
@@ -33,6 +26,38 @@ else:
     from .writing.questions import UserTurnNotFoundError, synthesize_dataset
     from .writing.requests import Sampling
     from .writing.server import EndpointError, ServerEngine
+else:
+    # By the file: each is imported when one of its names is used, as commands that train nothing need few of them.
+    _FILES = {
+        ".arguments": "GumihoTrainingArguments",
+        ".checkpoints": "last_complete_checkpoint",
+        ".collator": "GumihoDataCollator",
+        ".data.datasets": "load_conversations",
+        ".data.preparation": "PreparationReport prepare_dataset",
+        ".feature_cache": "CachedFeatures FeatureDataset",
+        ".feature_extraction": "cache_size write_feature_cache",
+        ".losses.chunked": "chunked_gumiho_loss",
+        ".losses.predictors": "LossWeights",
+        ".recording": "Recorder",
+        ".scores": "expected_acceptance_length measure_acceptance",
+        ".target_features": "OnlineFeatures",
+        ".trainer": "GumihoTrainer",
+        ".writing.answers": "WritingSettings regenerate_dataset",
+        ".writing.local": "LocalEngine",
+        ".writing.questions": "UserTurnNotFoundError synthesize_dataset",
+        ".writing.requests": "Sampling",
+        ".writing.server": "EndpointError ServerEngine",
+    }
+
+    def __getattr__(name: str) -> Any:
+        file = next((file for file, names in _FILES.items() if name in names.split()), None)
+        if file is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if find_spec("datasets") is None:
+            raise UserImportError(
+                "Training needs the `datasets` library. Install it with `pip install 'transformers-gumiho[train]'`."
+            )
+        return getattr(importlib.import_module(file, __name__), name)
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from .losses.predictors import LossWeights
 
 # The modules of each part that can be trained alone.
 PARTS = {
-    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "layers", "norm"),
+    "serial": ("layer_fusion", "input_norm", "fc_norm", "fc", "enorm", "hnorm", "layers", "decoder", "norm"),
     "parallel": ("mlp", "transition"),
     "transition": ("transition",),
 }
@@ -60,6 +60,12 @@ class GumihoTrainingArguments(TrainingArguments):
         "Number of tokens that may be drafted: the drafter's own, then the most frequent of the training answers "
         "(default: all)."
     )
+    tokens_per_step: int | None = option(
+        "Tokens of a step of all processes, padding included, in place of a number of rows."
+    )
+    tokens_per_pass: int | None = option(
+        "Tokens that a device reads at a time, padding included (default: its part of --tokens_per_step)."
+    )
     loss_chunk_size: int = option("Rows of tokens x vocabulary logits to hold at a time.", DEFAULT_CHUNK_SIZE)
 
     acceptance_max_new_tokens: int = option("Tokens to generate for each of these prompts.", 128)
@@ -74,10 +80,16 @@ class GumihoTrainingArguments(TrainingArguments):
                 f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
                 f"Leave one of them out."
             )
-        for name in ("draft_vocabulary_size", "loss_chunk_size"):
+        for name in ("draft_vocabulary_size", "loss_chunk_size", "tokens_per_step", "tokens_per_pass"):
             if (value := getattr(self, name)) is not None and value < 1:
                 or_all = ", or `None` for all tokens" if name == "draft_vocabulary_size" else ""
                 raise UserValueError(f"`{name}` must be at least 1{or_all}, got {value}.")
+        if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
+            raise UserValueError(
+                f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` counts batches of rows, and "
+                f"`tokens_per_step` counts tokens: a step has as many passes as `tokens_per_pass` asks for. Leave one "
+                f"of them out."
+            )
         if self.remove_unused_columns:
             raise UserValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
@@ -98,6 +110,14 @@ class GumihoTrainingArguments(TrainingArguments):
     def rows_per_step(self) -> int:
         """Rows of a step, over its batches and all processes."""
         return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def pass_budget(self) -> int | None:
+        """Tokens that a device reads at a time; `None` without a budget."""
+        if self.tokens_per_step is None:
+            return self.tokens_per_pass
+        share = max(self.tokens_per_step // self.world_size, 1)
+        return min(share, self.tokens_per_pass or share)
 
     def loss_weights(self, progress: float = 1.0) -> LossWeights:
         """Returns the weights of the loss terms at this `progress`, a share of the training."""

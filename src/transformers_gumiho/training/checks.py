@@ -11,13 +11,14 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..commands import UserValueError
-from ..files import Record
 from ..internals import attention_implementation
-from ..model.modeling_gumiho import GumihoModel
+from ..model.configuration_gumiho import GumihoConfig
+from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_shape import state_width
-from ..model.wrappers import unwrap_drafter
+from ..model.wrappers import as_target
 from .arguments import PARTS
 from .collator import GumihoDataCollator
+from .data.run_files import Record
 from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 from .losses.positions import count_positions
 from .target_features import OnlineFeatures
@@ -38,9 +39,14 @@ def drafter_of(model: nn.Module) -> GumihoModel:
 
 
 def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for what is no target, and `ValueError` for a loss of the user's, which nothing calls."""
+    """
+    Raises `TypeError` for what is no model, and `ValueError` for one that is no target, and for a loss of the user's,
+    which nothing calls.
+    """
     if not isinstance(target, (nn.Module, OnlineFeatures, CachedFeatures)):
         raise TypeError(f"`target` must be a model or CachedFeatures, got {type(target).__name__}.")
+    if isinstance(target, nn.Module):
+        as_target(target)
     if keywords.get("compute_loss_func") is not None:
         raise UserValueError(
             "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of "
@@ -48,8 +54,19 @@ def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
         )
 
 
+def check_is_trained_here(config: GumihoConfig) -> None:
+    """Raises `ValueError` for a drafter whose training is another one, on any data, recorded traffic included."""
+    if config.is_block:
+        raise UserValueError(
+            f"{config.converted_from or config.name_or_path!r} is a block drafter (DFlash, JetSpec, DSpark), which is "
+            f"not trained here. Train it with SpecForge, DeepSpec or speculators, or leave `drafter` out to make a "
+            f"drafter of Gumiho's for your target."
+        )
+
+
 def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
     """Raises `ValueError` for a drafter that was not made for this target, or that reads other layers of it."""
+    check_is_trained_here(drafter.config)
     config, target_config = drafter.config.get_text_config(), features.config.get_text_config(decoder=True)
     read_size, hidden_size = drafter.config.target_hidden_size or config.hidden_size, state_width(target_config)
     if (read_size, config.vocab_size) != (hidden_size, target_config.vocab_size):

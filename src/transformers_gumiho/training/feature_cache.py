@@ -23,10 +23,10 @@ from torch.utils.data import ConcatDataset, Subset
 from transformers import AutoConfig
 
 from ..commands import UserFileNotFoundError, UserOSError, UserValueError
-from ..files import Record, way_out
-from ..generation.verification.target_states import TargetStates, cut_head, scaled_head
+from ..generation.verification.target_states import OutputHead, TargetStates
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
+from .data.run_files import Record, way_out
 from .target_features import OnlineFeatures
 
 
@@ -176,7 +176,7 @@ class CachedFeatures:
         self._linear = nn.Linear(num_inputs, num_outputs, bias="bias" in tensors, device="meta")
         self._linear.load_state_dict(tensors, assign=True)
         self._linear.requires_grad_(False)
-        self.head = scaled_head(self._linear, self.config)
+        self.head = OutputHead(self._linear, self.config)
 
     def make_drafter(self, **overrides: Any) -> GumihoModel:
         """Makes an untrained drafter for the target, as [`GumihoModel.from_target`] does, with its `overrides`."""
@@ -213,7 +213,7 @@ class CachedFeatures:
     def restricted_to(self, token_ids: torch.Tensor) -> "CachedFeatures":
         """Returns the same features with the logits of `token_ids` `(K,)` alone."""
         restricted = copy.copy(self)
-        restricted.head = scaled_head(cut_head(self._linear, token_ids), self.config)
+        restricted.head = OutputHead(self._linear, self.config, token_ids)
         return restricted
 
 

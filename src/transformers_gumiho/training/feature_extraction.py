@@ -5,7 +5,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
-from ..files import Record, sole_writer
 from ..generation.verification.placement import input_device
-from ..generation.verification.target_states import TargetStates, why_not_finite
-from ..model.fingerprint import model_fingerprint
+from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
+from .batches import within_budget
 from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
-from .data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
+from .data.run_files import Record, sole_writer
+from .data.target_runs import why_not_finite
 from .feature_cache import (
     MADE_FROM,
     TARGET_FOLDER,
@@ -42,7 +43,7 @@ from .target_features import OnlineFeatures
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DEFAULT_SHARD_BYTES = 2**29
+DEFAULT_SHARD_BYTES, DEFAULT_BATCH_TOKENS = 2**29, 2048
 Rows = dict[int, dict[str, torch.Tensor]]  # by their index
 
 
@@ -77,7 +78,7 @@ def write_feature_cache(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    tokens_per_batch: int = 2048,
+    tokens_per_batch: int = DEFAULT_BATCH_TOKENS,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     target_layer_ids: Sequence[int] | TargetLayers | None = None,
     made_from: dict[str, Any] | None = None,
@@ -139,6 +140,7 @@ def write_feature_cache(
         record.check(made_from, "Extract features into another folder, or delete this one.")
         state.wait_for_everyone()
         if state.is_main_process:
+            _forget_other_rows(folder, manifest)
             _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
             record.write(made_from | {"model": model})
             _write_target(target, tokenizer, folder, manifest)
@@ -185,7 +187,7 @@ def _extract(
     collate = GumihoDataCollator(features.config.get_text_config(decoder=True).vocab_size)
     device = input_device(features.target)
     arrive: Callable[[], Rows] | None = None
-    for batch in _batches(rows, manifest.lengths, tokens_per_batch):
+    for batch in within_budget(rows, manifest.lengths, tokens_per_batch):
         chosen = {index: dataset[index] for index in batch}
         states = features.states({name: t.to(device) for name, t in collate(list(chosen.values())).items()})
         # The host takes the states of a batch while the device computes those of the next one.
@@ -194,17 +196,6 @@ def _extract(
             yield before()
     if arrive is not None:
         yield arrive()
-
-
-def _batches(rows: Sequence[int], lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Returns rows in batches of at most `tokens_per_batch` tokens, padding included, the longest rows first."""
-    batches: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= tokens_per_batch:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 def _send_to_host(
@@ -258,6 +249,14 @@ def _write_target(
         pass
     write_target(target, tokenizer, folder)
     manifest.save(folder)
+
+
+def _forget_other_rows(folder: Path, manifest: CacheManifest) -> None:
+    """Deletes shards that hold other rows than these, as after a difference that the user accepted."""
+    with suppress(FileNotFoundError, ValueError):
+        if CacheManifest.load(folder).lengths != manifest.lengths:
+            for path in folder.glob("shard-*.safetensors"):
+                path.unlink()
 
 
 def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

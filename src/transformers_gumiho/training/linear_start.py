@@ -8,8 +8,8 @@ import torch
 from transformers import Trainer
 
 from ..commands import UserValueError
-from ..generation.verification.target_states import why_not_finite
 from ..model.modeling_gumiho import GumihoModel
+from .data.target_runs import why_not_finite
 
 
 # Tokens that the guess is fitted on. On SmolLM2-135M-Instruct 48,000 were as good as 750,000: the target's own choice
@@ -68,7 +68,7 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
     weight.copy_(solution[:, : weight.shape[1]])
     if bias is not None:
         bias.copy_(solution[:, -1])
-    layers: Any = drafter.layers
+    layers: Any = drafter.serial_layers
     for layer in layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

@@ -27,7 +27,7 @@ def model_card_of(
     """
     Returns the card of the drafter in `trainer`, filled from its settings and its log; arguments as in
     `Trainer.create_model_card`. The target's name is `finetuned_from`, else that in its config. `phases` names those
-    of the training, of which the trainer ran the last.
+    of the training, of which the trainer ran the last, and `forced` the options that were changed within it.
     """
     target = finetuned_from or trainer.target_features.config.name_or_path or "the target"
     # Names on the Hub go into the metadata; folders mean nothing to others.
@@ -54,6 +54,7 @@ def model_card_of(
         drafter=trainer.drafter.config.name_or_path if is_adapter else name,
         adapter=name if is_adapter else None,
         phases=metadata.get("phases", ()),
+        forced=metadata.get("forced", ()),
         training=_table(_training_facts(trainer)),
         evaluation=_table(measured) if measured else None,
     )
@@ -76,6 +77,7 @@ def _training_facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
     own = sorted({item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)})
     settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in own}
+    settings["precision"] = {"no": "float32"}.get(args.mixed_precision, args.mixed_precision)  # the launcher's, too
     settings["optimizer"] = "Muon and AdamW" if args.muon else args.optim.value
     steps = {"steps": trainer.state.global_step, "epochs": float(trainer.state.epoch or 0)}
     return steps | settings | {"transformers": transformers_version}

@@ -7,7 +7,8 @@ import torch
 
 from ..commands import UserValueError
 from ..generation.observers import GenerationObserver
-from ..generation.verification.target_states import TargetStates, why_not_finite
+from ..generation.verification.target_states import TargetStates
+from .data.target_runs import why_not_finite
 
 
 DTYPE = torch.bfloat16  # in which `gumiho train` keeps states, too

@@ -17,14 +17,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..commands import UserValueError, as_user_errors
-from ..files import Record, sole_writer
-from ..generation.observers import ignore_calls, observe_calls
+from ..generation.verification.target_memory import memory_of
 from ..internals import version_of
-from ..model.fingerprint import adapters_of, model_fingerprint
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
-from ..model.wrappers import unwrap_model
-from .data.fingerprint import tokenizer_fingerprints
+from ..model.wrappers import as_target
+from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
+from .data.run_files import Record, sole_writer
 from .feature_cache import (
     MADE_FROM,
     MANIFEST,
@@ -44,9 +43,6 @@ logger = logging.get_logger(__name__)
 
 _ROWS_PER_SHARD = 16
 _CHANGED = "the target's weights or adapters have changed. Record into another folder"
-
-# The recorders that serving folders have started; `None` where that failed.
-_started: weakref.WeakKeyDictionary[nn.Module, "Recorder | None"] = weakref.WeakKeyDictionary()
 
 
 def record(
@@ -95,9 +91,7 @@ def record(
 
     ```
     """
-    inner, folder = unwrap_model(target), Path(folder)
-    if not isinstance(inner, PreTrainedModel) or isinstance(inner, GumihoModel):
-        raise UserValueError(f"A target is recorded while it is drafted for, got a {type(inner).__name__}.")
+    inner, folder = as_target(target), Path(folder)
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise UserValueError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
     if not (0 < share <= 1 and max_gigabytes > 0):
@@ -116,10 +110,11 @@ def record(
 
 def record_once(target: PreTrainedModel, folder: str) -> None:
     """Begins to record a target in its first call. Where that fails, it warns once, and nothing is recorded."""
-    if target not in _started:
-        _started[target] = None
+    memory = memory_of(target)
+    if not memory.was_recorded:
+        memory.was_recorded = True
         try:
-            _started[target] = record(target, folder)
+            record(target, folder)
         except Exception as error:
             logger.warning(f"Nothing is recorded: {error}")
 
@@ -159,7 +154,7 @@ class Recorder:
         with self._writing, as_user_errors():
             self._open(target, tokenizer)
             self._writing = self._writing.pop_all()
-        observe_calls(target, self._observe)
+        memory_of(target).observers.append(self._observe)
         weakref.finalize(target, self.stop)  # when Python ends, at the latest
 
     @property
@@ -312,7 +307,9 @@ class Recorder:
     def _end(self) -> None:
         self.is_running, self._calls, self._rows = False, [], []
         if (target := self._target()) is not None:
-            ignore_calls(target, self._observe)
+            observers = memory_of(target).observers
+            if self._observe in observers:
+                observers.remove(self._observe)
         self._writing.close()
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from ..commands import UserValueError
 from ..generation.verification.placement import input_device
-from ..generation.verification.requirements import ONE_ROW_EACH
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
+from .data.target_runs import ONE_ROW_EACH
 from .losses.chunked import DEFAULT_CHUNK_SIZE, pieces
 from .losses.positions import select_positions
 from .losses.predictors import LossWeights, Predictor, predictions_of
@@ -38,7 +38,7 @@ def score_predictions(
 ) -> torch.Tensor:
     """
     Scores each prediction of each row. Arguments as in [`chunked_gumiho_loss`], with an output made with
-    `unroll=True`, so that prediction q is the drafter's at draft position q + 1.
+    `unroll`, so that prediction q is the drafter's at draft position q + 1.
 
     Args:
         vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head that scores features for

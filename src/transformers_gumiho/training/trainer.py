@@ -6,22 +6,26 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
 
 from ..commands import UserFloatingPointError, UserValueError
-from ..generation.verification.target_states import TargetStates, why_not_finite
-from ..internals import drive_one_device
+from ..generation.verification.target_states import TargetStates
+from ..internals import drive_one_device, gradients_of_pass
 from . import checks
 from .arguments import GumihoTrainingArguments
+from .batches import SeededLengthGroups, ShareOfBatches, StepBatches, make_loader, within_budget
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
-from .checkpoints import ScheduleOfThisRun, last_complete_checkpoint
+from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_checkpoint
 from .collator import GumihoDataCollator, collate_all
+from .data.target_runs import why_not_finite
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
@@ -32,6 +36,7 @@ from .model_card import model_card_of
 from .muon import muon_of
 from .scores import agreement_metrics, evaluation_metrics, score_predictions, shared_tau
 from .target_features import OnlineFeatures, add_noise
+from .unrolling import unroll_serial_head
 
 
 class GumihoTrainer(Trainer):
@@ -124,6 +129,7 @@ class GumihoTrainer(Trainer):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, **kwargs)
+        gather_when_saving(self.accelerator)
         if self.processing_class is not None:
             drafter.tokenizer = self.processing_class
         # The loss is an average over all positions of a step. Older transformers know only the first of these.
@@ -134,6 +140,7 @@ class GumihoTrainer(Trainer):
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._forget_terms()
         self.seconds_of_waiting = 0.0  # for training data
+        self.num_tokens = 0  # that this process has trained on, padding included
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         checks.check_collator(self.data_collator, args.assistant_only_loss)
@@ -142,34 +149,85 @@ class GumihoTrainer(Trainer):
             checks.check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        """As `Trainer.get_train_dataloader`, within the budgets of tokens, and with each row once."""
         # Evaluations count the answers alone, whatever is trained on.
         collator, self.data_collator = self.data_collator, self._training_collator()
         try:
-            return super().get_train_dataloader()
+            batches = self._training_batches()
+            if batches is None:
+                return super().get_train_dataloader()
+            return make_loader(self.train_dataset, batches, self.data_collator, self.args)
         finally:
             self.data_collator = collator
 
     def _training_collator(self) -> Any:
         return self.data_collator if self.args.assistant_only_loss else partial(collate_all, self.data_collator)
 
+    def _training_batches(self) -> Sampler | None:
+        """Returns the batches of this process, unless they are those of `Trainer`."""
+        args, dataset = self.args, self.train_dataset
+        place = args.process_index, args.world_size
+        if dataset is None or not has_length(dataset):
+            return None
+        if args.tokens_per_step is not None:
+            seed = args.seed if args.data_seed is None else args.data_seed
+            lengths = self._lengths_of(dataset)
+            return StepBatches(lengths, args.tokens_per_step, args.pass_budget or 1, seed, *place)
+        if args.world_size == 1 or args.train_sampling_strategy == "batch_rebalance":
+            return None
+        rows = self._get_train_sampler(dataset)
+        if isinstance(rows, RandomSampler):  # in the order that accelerate gives one process
+            rows = SeedableRandomSampler(dataset, data_seed=args.data_seed)
+        batches = BatchSampler(rows, args.train_batch_size, args.dataloader_drop_last)
+        return ShareOfBatches(batches, *place, args.dataloader_drop_last)
+
+    def _lengths_of(self, dataset: Any) -> list[int]:
+        lengths = row_lengths(dataset)
+        return [len(row["input_ids"]) for row in dataset] if lengths is None else lengths
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
+        """As `Trainer.get_eval_dataloader`, within the budget of tokens."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        return self._loader_within_budget(dataset) or super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
+        """As `Trainer.get_test_dataloader`, within the budget of tokens."""
+        return self._loader_within_budget(test_dataset) or super().get_test_dataloader(test_dataset)
+
+    def _loader_within_budget(self, dataset: Any) -> torch.utils.data.DataLoader | None:
+        budget = self.args.pass_budget
+        if budget is None or dataset is None or not has_length(dataset):
+            return None
+        batches = within_budget(range(len(dataset)), self._lengths_of(dataset), budget)
+        share = ShareOfBatches(batches, self.args.process_index, self.args.world_size)
+        return make_loader(dataset, share, self.data_collator, self.args)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset, seed = self.train_dataset if train_dataset is None else train_dataset, self.args.data_seed
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        lengths = row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None
+        if not lengths:
+            return super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         # A step's rows, so that several processes take those that one would.
-        sampler = self._length_sampler(dataset, self.args.rows_per_step, generator)
-        return sampler or super()._get_train_sampler(train_dataset)
+        return SeededLengthGroups(self.args.rows_per_step, lengths, seed)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        generator = torch.Generator().manual_seed(seed)
-        sampler = self._length_sampler(eval_dataset, self.args.eval_batch_size, generator)
-        return sampler or super()._get_eval_sampler(eval_dataset)
+        if self.args.train_sampling_strategy == "group_by_length":  # `Trainer` would read the states of all rows
+            return SequentialSampler(eval_dataset)
+        return super()._get_eval_sampler(eval_dataset)
 
-    def _length_sampler(self, dataset: Any, rows_at_a_time: int, generator: Any = None) -> LengthGroupedSampler | None:
-        """Groups rows of like length where that is asked for. `Trainer`'s own sampler would read their states."""
-        if self.args.train_sampling_strategy != "group_by_length" or not (lengths := row_lengths(dataset)):
-            return None
-        return LengthGroupedSampler(rows_at_a_time, lengths=lengths, generator=generator)
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None) -> Any:
+        """As `Trainer.training_step`, for each of the passes of a step."""
+        if not isinstance(inputs, list):
+            self.num_tokens += inputs["input_ids"].numel()
+            return super().training_step(model, inputs, num_items_in_batch)
+        losses = []
+        for number, batch in enumerate(inputs, 1):
+            self.num_tokens += batch["input_ids"].numel()
+            with gradients_of_pass(self.accelerator, model, is_last=number == len(inputs)):
+                losses.append(super().training_step(model, batch, num_items_in_batch))
+        return torch.stack(losses).sum()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
@@ -192,10 +250,14 @@ class GumihoTrainer(Trainer):
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
             width = self.drafter.config.get_text_config().hidden_size
-            if not self.drafter.config.is_eagle3:  # the noise is of the size of normalized states
+            config = self.drafter.config
+            if not config.is_eagle3 and config.mtp_reads_normed:  # the noise is of the size of normalized states
                 drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
         args = self.args
-        settings = {"unroll": args.unroll_serial_head, "serial_only": args.train_only == "serial"}
+        settings = {
+            "unroll": unroll_serial_head if args.unroll_serial_head else None,
+            "serial_only": args.train_only == "serial",
+        }
         output = self._forward(model, inputs, drafter_input, **settings)
         _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
@@ -231,7 +293,7 @@ class GumihoTrainer(Trainer):
             states = self.target_features.states(inputs)
             if not torch.isfinite(states.last).all():
                 raise UserFloatingPointError(why_not_finite(states.last.dtype))
-            output = self._forward(model, inputs, self.drafter_input(states), unroll=True)
+            output = self._forward(model, inputs, self.drafter_input(states), unroll=unroll_serial_head)
             scored = output, states.last, self.target_features.lm_head(states.last), inputs["loss_mask"]
             token_ids, _, draft_head = self._restriction.heads(states.last)
             settings: dict[str, Any] = {
@@ -241,12 +303,17 @@ class GumihoTrainer(Trainer):
             }
             if self._positions_per_row:
                 ids, count = inputs["input_ids"], self._positions_per_row
-                return None, score_choices(*scored, ids, positions_per_row=count, **settings), None
+                return None, self._kept(score_choices(*scored, ids, positions_per_row=count, **settings)), None
             scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
         if prediction_loss_only:
             metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
             return torch.tensor(metrics["loss"], device=scores.device), None, None
+        scores = self._kept(scores)
         return None, scores, scores[:, 0, 0]
+
+    def _kept(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns the scores of a batch `(B, ...)`; their sum where numbers of rows differ."""
+        return scores if self.args.pass_budget is None else scores.sum(dim=0, keepdim=True)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
@@ -374,13 +441,25 @@ class GumihoTrainer(Trainer):
         """Returns `(Q,)`: the positions of a step, over its batches and processes, that each term is averaged over."""
         shifts = self._shifts()
         counts = torch.zeros(len(shifts), dtype=torch.long, device=device)
-        for batch in batch_samples:
+        passes = [batch for step in batch_samples for batch in (step if isinstance(step, list) else [step])]
+        for batch in passes:
             counts += count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).to(device)
         return self.accelerator.reduce(counts, "sum")
+
+    def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `Trainer._evaluate`. With `eval_on_start`, the drafter to begin with may be the best one, too."""
+        metrics = super()._evaluate(trial, *args, **kwargs)
+        if self.state.global_step == 0 and self.args.load_best_model_at_end:
+            self._determine_best_metric(metrics, trial)
+            self._save_checkpoint(self.model, trial)
+        return metrics
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         # A broken checkpoint never takes the place of a good one.
         self._check_parameters()
+        if self.state.best_global_step == 0:  # which `Trainer` takes for none
+            first = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-0"
+            self.state.best_model_checkpoint = str(first)
         super()._save_checkpoint(*args, **kwargs)
 
     def _check_parameters(self) -> None:

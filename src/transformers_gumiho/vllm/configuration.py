@@ -9,6 +9,10 @@ from ..commands import UserError, UserValueError
 from ..files import damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.draft_vocabulary import vocabulary_fault
+from .contract import check_signatures
+
+
+check_signatures(EAGLEConfig)
 
 
 # Fields of a drafter's config that the Llama config of the serial head does not hold.
@@ -55,6 +59,17 @@ def read_drafter(model: Any, revision: str | None = None, token: Any = None) -> 
     """
     options = {"revision": revision, "token": token}
     config = GumihoConfig.from_pretrained(model, **{name: v for name, v in options.items() if v is not None})
+    if config.is_mtp:
+        raise UserValueError(
+            f"{model!r} is the MTP layer of a target, which vLLM loads from the target itself: serve the target with "
+            f"""`--speculative-config '{{"method": "mtp", "num_speculative_tokens": 1}}'`."""
+        )
+    if config.is_block:
+        method = "dspark" if config.markov_rank else "dflash"
+        raise UserValueError(
+            f"{str(model)!r} is a block drafter. vLLM serves it itself: give it the repository that it was published "
+            f'in as `model`, with `"method": "{method}"`.'
+        )
     if config.converted_from is not None or config.is_eagle3:
         original = repr(config.converted_from) if config.converted_from else "the repository that it was loaded from"
         own = "with parallel heads" if config.num_parallel_heads else "that was saved for transformers"

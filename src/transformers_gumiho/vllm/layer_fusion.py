@@ -8,7 +8,7 @@ from torch import nn
 from ..model.layer_fusion import normalize_lower
 
 
-class TargetLayers(nn.Module):
+class StateFusion(nn.Module):
     """
     Fuses the states of several layers of the target into the state that the serial head reads; see
     [`GumihoLayerFusion`]. Before weights are loaded, the result is the state of the highest layer.

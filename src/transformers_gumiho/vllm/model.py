@@ -8,17 +8,23 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
 from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
-from .chain import Chain
-from .checkpoint import FUSION, copy_tensor, expected_names, is_of_a_head, is_readable, plain_name
+from .chain import ChainParts
+from .checkpoint import FUSION, copy_tensor, drafter_name, expected_names, is_of_a_head, is_readable
+from .contract import check_signatures
 from .heads import BatchedHeads, DraftingHead
-from .layer_fusion import TargetLayers
+from .layer_fusion import StateFusion
 from .transitions import ChainTransitions
 
 
+check_signatures(
+    AutoWeightsLoader, EagleLlamaForCausalLM, LlamaModel, LogitsProcessor, ReplicatedLinear, maybe_prefix,
+    process_eagle_weight,
+)  # fmt: skip
 # Below vLLM's own logger, so its handlers and level apply.
 logger = init_logger("vllm.transformers_gumiho")
 
@@ -45,7 +51,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
         _check_method(vllm_config.speculative_config.method, config.target_layer_ids)
-        self.chain = Chain.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
+        self.chain = ChainParts.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
         if config.gumiho_fc_bias:
             self.model.fc = ReplicatedLinear(
                 2 * config.hidden_size,
@@ -62,10 +68,10 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         self.transitions: ChainTransitions | None = None
         if config.transition_rank and self.chain.num_heads:
             self.transitions = ChainTransitions(self.chain.num_heads, config.hidden_size, config.transition_rank)
-        self.target_layers: TargetLayers | None = None
+        self.state_fusion: StateFusion | None = None
         if layer_ids := config.target_layer_ids:
             num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
-            self.target_layers = TargetLayers(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
+            self.state_fusion = StateFusion(len(layer_ids), config.hidden_size, layer_ids[-1] == num_layers - 1)
         self.drafting_head: DraftingHead | None = None
         self._has_target = False
         # How the target scales and caps its logits.
@@ -73,8 +79,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
 
     def combine_hidden_states(self, states: torch.Tensor) -> torch.Tensor:
         """Maps the states of `target_layer_ids` `(n, k * H)` to the input of the serial head, `(n, H)`."""
-        assert self.target_layers is not None
-        return self.target_layers(states)
+        assert self.state_fusion is not None
+        return self.state_fusion(states)
 
     def draft_in_parallel(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """
@@ -169,8 +175,8 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             self.lm_head = self.lm_head.base_layer
         if (processor := getattr(language_model, "logits_processor", None)) is not None:
             self._logit_scale, self._soft_cap = processor.scale, processor.soft_cap
-        if self.target_layers is not None:
-            self.target_layers.adopt_target(language_model)
+        if self.state_fusion is not None:
+            self.state_fusion.adopt_target(language_model)
         if self.transitions is not None:
             self.transitions.adopt_output_head(self._all_logits)
         vocabulary = self.config.draft_vocabulary
@@ -206,10 +212,10 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Loads the other tensors; yields the tensors of the serial head with vLLM's names."""
         places = self.heads.places() | ({} if self.transitions is None else self.transitions.places())
-        if self.target_layers is not None:
-            places[FUSION] = self.target_layers.weight.data
+        if self.state_fusion is not None:
+            places[FUSION] = self.state_fusion.weight.data
         for given, tensor in weights:
-            name = plain_name(given)
+            name = drafter_name(given)
             if name is None or is_vocabulary_mask(name):
                 continue
             seen.add(name)

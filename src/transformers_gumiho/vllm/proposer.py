@@ -7,8 +7,11 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from .chain import Chain
-from .unread_steps import UnreadSteps
+from .chain import ChainParts
+from .contract import check_signatures
+
+
+check_signatures(EagleProposer)
 
 
 class GumihoProposer(EagleProposer):
@@ -30,15 +33,9 @@ class GumihoProposer(EagleProposer):
         self._tokens: list[torch.Tensor] = []
         self._features: list[torch.Tensor] = []
         self._sampling_metadata: SamplingMetadata | None = None
-        self._runner = runner
-        self._unread = UnreadSteps(vllm_config.scheduler_config.max_num_batched_tokens)
-        # Other ranks may wait for each pass, and other processes may get the cache.
-        self._may_read_later = (
-            vllm_config.parallel_config.data_parallel_size == 1 and vllm_config.kv_transfer_config is None
-        )
 
-    def _chain_of(self, num_tokens: int) -> Chain:
-        return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
+    def _chain_of(self, num_tokens: int) -> ChainParts:
+        return ChainParts.of_drafter(self.draft_model_config.hf_config, num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and gives it the target's embedding and output head."""
@@ -49,38 +46,12 @@ class GumihoProposer(EagleProposer):
         """Returns chains `(n, num_speculative_tokens)`; the arguments are those of `EagleProposer`."""
         self._tokens, self._features = [], []
         chain = self._chain_of(num_speculative_tokens)
-        if self._reads_later(num_speculative_tokens, step):
-            self.num_speculative_tokens = num_speculative_tokens
-            return step["next_token_ids"].new_empty((len(step["next_token_ids"]), 0), dtype=torch.int64)
         tokens = super().propose(chain.num_serial_tokens, **step)
         self.num_speculative_tokens = num_speculative_tokens
         if not chain.num_heads:
             return tokens
         features = self.model.draft_in_parallel(torch.stack(self._tokens, 1), torch.stack(self._features, 1))
         return torch.cat((tokens, self._draft_later(features[:, : chain.num_heads])), dim=1)
-
-    def _reads_later(self, num_speculative_tokens: int, step: dict[str, Any]) -> bool:
-        """
-        Postpones reading a step if nothing is drafted after it. Earlier postponed steps that cannot wait any longer
-        are read.
-
-        Returns:
-            Whether the step was postponed.
-        """
-        requests = self._runner.input_batch.req_ids
-        is_put_off = (
-            num_speculative_tokens == 0
-            and self._may_read_later
-            and step["common_attn_metadata"].max_query_len == 1
-            and step["mm_embed_inputs"] is None
-            # With several groups, layers share memory. The target may use it before an ended request is read.
-            and len(self._runner.kv_cache_config.kv_cache_groups) == 1
-        )
-        if len(self._unread) and not (is_put_off and self._unread.has_room_for(requests)):
-            super().propose(0, **step | self._unread.take())
-        if is_put_off:
-            self._unread.add(requests, step)
-        return is_put_off
 
     def _draft_later(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the tokens `(n, P)` of the parallel heads with these features `(n, P, H)`."""
@@ -102,7 +73,7 @@ class GumihoProposer(EagleProposer):
 
     def set_inputs_first_pass(self, *, target_hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         """Does the same as the base class, and first fuses the states of several layers into one."""
-        if self.model.target_layers is not None:
+        if self.model.state_fusion is not None:
             target_hidden_states = self.model.combine_hidden_states(target_hidden_states)
         return super().set_inputs_first_pass(target_hidden_states=target_hidden_states, **kwargs)
 

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from .contract import check_signatures
 
+
+check_signatures(EagleSpeculator)
 # Since 0.32 each call says how many tokens to draft. Before, all calls drafted `num_speculative_steps`.
 _LENGTH_IN_CALLS = "num_speculative_tokens" in inspect.signature(EagleSpeculator.propose).parameters
 

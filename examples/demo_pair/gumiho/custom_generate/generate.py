@@ -1,4 +1,4 @@
-"""Decodes with the drafter of this repository: `target.generate(..., custom_generate=<repository>)`."""
+"""Says that a drafter is an `assistant_model`."""
 
 from transformers_gumiho.custom_generation import generate
 

@@ -1,7 +1,5 @@
 """The draft trees of a generation: the drafter's, the context's, and when the drafter pauses."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, ClassVar, Literal
@@ -20,7 +18,7 @@ from ..verification.session import CommittedTokens, TargetSession
 from ..verification.target_states import find_decoder, head_for_drafting
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
-from .drafter import GumihoDrafter, last_of_rows
+from .drafter import GenerationView, GumihoDrafter, last_of_rows
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
@@ -38,8 +36,8 @@ _MAX_UNREAD_TOKENS = 256
 class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
-    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing, with the
-    root alone. `num_left` counts the remaining cycles of the pause after this one.
+    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the
+    target's positions have ended, with the root alone. `num_left` counts the cycles of the pause after this one.
     """
 
     source: Literal["drafter", "context", "pause", "end"]
@@ -91,12 +89,14 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
+        longest_run (`int`, *optional*): Most tokens of a run of the context. Unlimited by default.
 
     The other arguments are those of [`GumihoDrafter`].
     """
 
     context: ContextDrafts | None = None
     break_even: float | None = None
+    longest_run: int | None = None
 
     # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
@@ -115,12 +115,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         session: TargetSession,
         assistant_model: GumihoModel,
         settings: DraftingSettings,
-        *,
-        read_text: Callable[[Sequence[int]], list[list[int]]],
-        prompt_length: int,
-        peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None],
-        around_pass: Callable[[], AbstractContextManager[None]],
-        prompt_chunk_size: int | None,
+        generation: GenerationView,
     ) -> "GumihoCandidateGenerator":
         """
         Returns the candidate generator of a generation.
@@ -129,20 +124,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             session: The target's session, after the prefill.
             assistant_model: The drafter.
             settings: Its settings for the batch.
-            read_text: Takes an index for each row, and returns the row's tokens from it on.
-            prompt_length: Tokens of the prompt in each row, padding included.
-            peek_noise: Returns the noise `(B, draws, K)` of the next draws, as for [`GumihoDrafter`].
-            around_pass, prompt_chunk_size: As for [`GumihoDrafter`].
+            generation: What the drafter sees of the generation.
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
         device, dtype, (num_rows, num_tokens) = last.device, last.dtype, last.shape[:2]
-        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
-        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
-        num_new = max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
+        num_new = cls._num_uncommitted(assistant_model, settings)
         target, memory = session.model, session.memory
         head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
-        is_own = assistant_model.config.is_eagle3
+        is_own = assistant_model.config.owns_head
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
         break_even = settings.break_even
         if break_even is None:
@@ -155,15 +145,22 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             shapes=session.shapes,
             token_ids=token_ids,
             head_module=head_module,
-            peek_noise=peek_noise,
-            # A compiled function cannot call observers.
-            around_pass=nullcontext if session.shapes.are_compiled else around_pass,
-            prompt_chunk_size=prompt_chunk_size,
-            context=_context_drafts(session, settings, read_text, prompt_length, num_rows),
+            generation=generation,
+            context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
+            longest_run=session.longest_run,
         )
 
-    def draft_tree(self, committed: CommittedTokens, num_missing: int | None = None) -> DraftTree:
+    @staticmethod
+    def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
+        """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
+        # The committed tokens are followed by those of one cycle, or by the candidates of the later serial steps.
+        num_serial = min(assistant_model.config.num_serial_tokens, settings.tree_depth)
+        return max(settings.longest_path + 1, settings.branching_factor * (num_serial - 1))
+
+    def draft_tree(
+        self, committed: CommittedTokens, num_missing: int | None = None, max_depth: int | None = None
+    ) -> DraftTree:
         """
         Returns the tree of the next cycle.
 
@@ -172,8 +169,10 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 device; the tree is on the same one.
             num_missing: Most tokens that may follow in any row; by default any number. The target chooses the last of
                 them itself, so no path is as long, except in fixed shapes.
+            max_depth: Depth below which no node may be, also in fixed shapes: the target's positions end there.
         """
-        max_depth = None if num_missing is None or self.has_fixed_shapes else num_missing - 1
+        if num_missing is not None and not self.has_fixed_shapes:
+            max_depth = num_missing - 1 if max_depth is None else min(max_depth, num_missing - 1)
         if max_depth == 0:
             self.origin = DraftOrigin("end")
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
@@ -188,8 +187,10 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return self._make_undrafted(branch, max_depth)
         tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
         self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
-        tree = self._add_branch(tree, branch)
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
+        return self._limit(self._add_branch(tree, branch), max_depth)
+
+    def _limit(self, tree: DraftTree, max_depth: int | None) -> DraftTree:
         return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
@@ -213,7 +214,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
         if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
-        return range(settings.num_assistant_tokens + 1, num_missing)
+        longest = num_missing if self.longest_run is None else min(self.longest_run + 1, num_missing)
+        return range(settings.num_assistant_tokens + 1, longest)
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
@@ -222,7 +224,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if self.has_fixed_shapes:
             # A branch is merged into the whole path: a node counts as reached if all that are known above it agree.
             longest = self.settings.longest_path if branch is None else self._num_drafted
-            return self._add_branch(padded_root(root, self._num_drafted, longest), branch)
+            tree = self._add_branch(padded_root(root, self._num_drafted, longest), branch)
+            return self._limit(tree, max_depth)
         if branch is None:
             return bare_root(root)
         return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])
@@ -265,11 +268,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
 
 def _context_drafts(
-    session: TargetSession,
-    settings: DraftingSettings,
-    read_text: Callable[[Sequence[int]], list[list[int]]],
-    prompt_length: int,
-    num_rows: int,
+    session: TargetSession, settings: DraftingSettings, generation: GenerationView, num_rows: int
 ) -> ContextDrafts | None:
     """Returns the drafts by prompt lookup, if the settings ask for them."""
     # No tree has a longer path.
@@ -278,10 +277,10 @@ def _context_drafts(
         return None
     mask, starts = session.prompt.mask, [0] * num_rows
     # A prompt given as `inputs_embeds` has a mask, but no tokens.
-    if mask is not None and prompt_length == mask.shape[1]:
+    if mask is not None and generation.prompt_length == mask.shape[1]:
         starts = mask.long().argmax(dim=1).tolist()
     vocab_size = session.traits.config.vocab_size
-    return ContextDrafts(read_text, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+    return ContextDrafts(generation.tokens_from, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
 
 
 def estimate_break_even(
@@ -306,10 +305,12 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     text_config = config.get_text_config()
     num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
     head = num_tokens * text_config.hidden_size
-    # `fc` of an EAGLE-3 head reads the committed tokens alone.
+    # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
-    count = num_serial * (_size(drafter.layers) + head) + num_fusions * _size(drafter.fc)
-    if num_heads:
+    count = num_serial * (_size(drafter.serial_layers) + head) + num_fusions * _size(drafter.fc)
+    if config.is_block:
+        count += _size(drafter.serial_layers) + head + num_tokens * config.markov_rank
+    elif num_heads:
         count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
         count += 0 if drafter.transition is None else _size(drafter.transition)
     return count

@@ -1,8 +1,9 @@
 """Drafting one tree: serial passes, one parallel pass, and the choice of the best nodes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,32 @@ from ..verification.tree_cache import TreeCache
 from .transitions import DraftTransitions, extend_paths
 
 
+class GenerationView:
+    """
+    What a drafter sees of the generation that it drafts for. This one shows nothing; the loop's shows its own.
+
+    Attributes:
+        prompt_length: Tokens of the prompt in each row, padding included.
+        prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
+        drafter_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
+    """
+
+    prompt_length: int = 0
+    prompt_chunk_size: int | None = None
+    drafter_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
+        """Returns the text's tokens of each row from index `starts[b]` on."""
+        return [[] for _ in starts]
+
+    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """
+        Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids` `(K,)` or
+        for all; `None` in greedy decoding, and if it cannot be known.
+        """
+        return None
+
+
 @dataclass(eq=False)
 class GumihoDrafter:
     """
@@ -37,10 +64,7 @@ class GumihoDrafter:
         shapes: Shapes of the cycles. By default they follow the text.
         token_ids (`(K,)`, *optional*): Ids of the tokens that `lm_head` scores. By default all of the vocabulary.
         head_module (*optional*): The module that `lm_head` runs. What is computed with it is kept for later calls.
-        peek_noise: For sampling: returns the Gumbel noise `(B, draws, K)` of the target's next draws, or `None` if it
-            cannot be known. Called with the number of draws and `token_ids`.
-        around_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
-        prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
+        generation ([`GenerationView`], *optional*): The generation that is drafted for.
     """
 
     assistant_model: GumihoModel
@@ -50,9 +74,7 @@ class GumihoDrafter:
     shapes: CycleShapes = field(default_factory=CycleShapes)
     token_ids: torch.Tensor | None = None
     head_module: nn.Module | None = None
-    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] | None = None
-    around_pass: Callable[[], AbstractContextManager[None]] = nullcontext
-    prompt_chunk_size: int | None = None
+    generation: GenerationView = field(default_factory=GenerationView)
 
     def __post_init__(self) -> None:
         model, settings = self.assistant_model, self.settings
@@ -64,7 +86,8 @@ class GumihoDrafter:
         attention = attention_kind(model, model.config.get_text_config())
         # What a user registered in the place of `sdpa` gets the masks that transformers makes for it.
         self._takes_boolean_masks = attention.name == "sdpa" and bool(attention.registered)
-        self._transitions = None
+        self._window = model.serial_head.window(model.config)
+        self._transitions: Any = None
         if model.transition is not None and self._num_heads > 0:
             with torch.no_grad():
                 self._transitions = DraftTransitions(
@@ -79,6 +102,9 @@ class GumihoDrafter:
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
         for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
             mark_static_address(tensor)
+        # A compiled function cannot call observers.
+        self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
+        # Of the class and not of this object, which would be compiled anew in each call.
         self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
 
     @property
@@ -90,7 +116,7 @@ class GumihoDrafter:
     @gqa_without_copies()
     def draft(self, committed: CommittedTokens) -> DraftTree:
         """Reads what was committed since the last draft, and drafts a tree under the last token of each row."""
-        noise = None if self.peek_noise is None else self.peek_noise(self.settings.tree_depth, self.token_ids)
+        noise = self.generation.peek_noise(self.settings.tree_depth, self.token_ids)
         if noise is not None:
             noise = noise * self._scales[:, None].to(noise.device)
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
@@ -113,16 +139,24 @@ class GumihoDrafter:
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
-        chunk_size = self.prompt_chunk_size or num_tokens
+        chunk_size = self.generation.prompt_chunk_size or num_tokens
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, min(start + chunk_size, num_tokens))
-            fused = self._fuse(prompt.tokens[:, chunk], prompt.target_states[:, chunk], are_targets=True)
             seen = None if mask is None else mask[:, : chunk.stop]
-            features = self._run_serial_head(fused, seen, prompt.position_ids[:, chunk])
+            features = self._read_chunk(
+                prompt.tokens[:, chunk], prompt.target_states[:, chunk], prompt.position_ids[:, chunk], seen
+            )
             self.cache.commit([chunk.stop - start] * num_rows)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(prompt.tokens.device)
         return features[:, -1:]
+
+    def _read_chunk(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds a part of the prompt to the cache. Returns its serial features `(B, n, H)`."""
+        fused = self._fuse(tokens, target_states, are_targets=True)
+        return self._run_serial_head(fused, mask, position_ids)
 
     def _read(
         self,
@@ -132,15 +166,20 @@ class GumihoDrafter:
         accepted_lengths: list[int] | torch.Tensor,
     ) -> torch.Tensor:
         """Adds committed tokens to the cache. Returns their serial features `(B, n, H)`."""
-        n = tokens.shape[1]
-        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
-        fused = self._fuse(tokens, target_states, are_targets=True)
-        features = self._run_block(fused, *block, position_ids)
+        features = self._run_committed(tokens, target_states, position_ids)
         if isinstance(accepted_lengths, torch.Tensor):
             self.cache.commit_on_device(accepted_lengths)
         else:
             self.cache.commit(accepted_lengths)
         return features
+
+    def _run_committed(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        n = tokens.shape[1]
+        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
+        fused = self._fuse(tokens, target_states, are_targets=True)
+        return self._run_block(fused, *block, position_ids)
 
     def _draft_after(
         self,
@@ -173,7 +212,8 @@ class GumihoDrafter:
         """
         levels, path_inputs = self._draft_serially(feature, position_ids, noise)
         if self._num_heads > 0:
-            levels += self._draft_in_parallel(levels[-1], path_inputs, noise)
+            features = self._run_heads(torch.cat(path_inputs, dim=-1))
+            levels += self._recombine(levels[-1], self.score(features), noise)
         root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
         settings = self.settings
         return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
@@ -190,8 +230,8 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
-            states = self.assistant_model.predict(feature)[:, None]
-            found = self._topk(states, settings.branching_factor, slice(step - 1, step), noise)
+            logits = self.score(self.assistant_model.predict(feature)[:, None])
+            found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
             if level is None:
                 levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
@@ -214,15 +254,15 @@ class GumihoDrafter:
         self.cache.num_pending = 0
         return levels, path_inputs
 
-    def _draft_in_parallel(
-        self, last_level: DraftLevel, path_inputs: list[torch.Tensor], noise: torch.Tensor | None
-    ) -> list[DraftLevel]:
-        """Drafts all later tokens in one pass. Returns the levels of their combinations under the serial paths."""
+    def _recombine(self, last_level: DraftLevel, logits: torch.Tensor, noise: torch.Tensor | None) -> list[DraftLevel]:
+        """
+        Returns the levels of all combinations, under the paths of the last serial level, of tokens that one pass
+        predicts: by their logits `(B, heads, P, K)` for each later depth and path.
+        """
         settings = self.settings
         depths = slice(self._num_serial, settings.tree_depth)
-        features = self._run_heads(torch.cat(path_inputs, dim=-1))
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
-        tokens, log_probs = self._topk(features, num_candidates, depths, noise)
+        tokens, log_probs = self._topk(logits, num_candidates, depths, noise)
         if self._transitions is None:
             return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
         above = last_level.first(settings.branching_factor).tokens
@@ -243,13 +283,13 @@ class GumihoDrafter:
         return levels
 
     def _topk(
-        self, features: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
+        self, logits: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the best tokens after features `(B, d, n, H)` of `d` depths, counted from 0, and their draft
+        Returns the best tokens by logits `(B, d, n, K)` of `d` depths, counted from 0, and their draft
         log-probabilities, both `(B, d, n, num_tokens)`; fewer if fewer may be drafted.
         """
-        logits = self.score(features).float()
+        logits = logits.float()
         if noise is None:
             logits = logits * self._scales[depths, None, None].to(logits.device)
         else:
@@ -270,9 +310,7 @@ class GumihoDrafter:
             model = self.assistant_model
             return model.fuse(tokens, model.read_target(features) if are_targets else features)
 
-    def _run_serial_head(
-        self, fused: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def _run_serial_head(self, fused: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> torch.Tensor:
         with self.around_pass():
             return self.assistant_model.run_serial_head(fused, mask, position_ids, self.cache)
 
@@ -281,7 +319,8 @@ class GumihoDrafter:
     ) -> torch.Tensor:
         """Runs the serial head on a block after the committed context; see [`tree_attention_mask`]."""
         dtype = torch.bool if self._takes_boolean_masks else fused.dtype
-        return self._run_serial_head(fused, self.cache.attention_mask(visible, depths, dtype), position_ids)
+        mask = self.cache.attention_mask(visible, depths, dtype, self._window)
+        return self._run_serial_head(fused, mask, position_ids)
 
     def _run_heads(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the features `(B, heads, paths, H)` of the parallel heads."""

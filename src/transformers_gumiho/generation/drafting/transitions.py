@@ -16,8 +16,7 @@ from torch.nn.functional import linear, pad
 
 from ...model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftLevel, extend_level, gather_rows
-from ..verification.cycle_shapes import StaticMemory
-from ..verification.kept import kept
+from ..verification.target_memory import StaticMemory, memory_of
 from ..verification.target_states import is_plain_linear
 
 
@@ -57,7 +56,7 @@ class DraftTransitions:
             weights = [parameter for head in heads for parameter in head.parameters()]
             weights = [embedding, *weights, *head_module.parameters()]
             key = (num_heads, token_ids)
-            tables = kept("transitions", (model, head_module), weights, key, make)
+            tables = memory_of(head_module).derive("transitions", model, weights, key, make)
         else:
             tables = make() if memory is None else [memory.copy(table) for table in make()]
         self.above, self.below = tables

@@ -1,7 +1,9 @@
 """Walking a draft tree from its root along the tokens that the target chooses, the same way at every temperature."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -9,60 +11,55 @@ from .draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
-class Walk:
+class Path:
     """
-    The walk through a draft tree, all of it on the device. `L` is the longest possible one: the tree's depth + 1.
+    A path down a draft tree in each row: the nodes that the target agrees with, and the bonus token. What is committed
+    of it ends where the text of its row does. It can be one step of a longer path.
 
     Attributes:
         nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
-        packed (`(B, 1 + L)`): The counts, then the tokens: one tensor, because the host reads both.
-    """
-
-    nodes: torch.Tensor
-    packed: torch.Tensor
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """`(B,)`: Number of visited nodes."""
-        return self.packed[:, 0]
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """`(B, L)`: The token chosen at each visited node: accepted drafts, the last one the bonus token."""
-        return self.packed[:, 1:]
-
-
-@dataclass(frozen=True)
-class AcceptedPath:
-    """
-    The part of a walk that a cycle commits: it ends where the text of its row does.
-
-    Attributes:
-        nodes (`(B, L)`): Tree indices of the visited nodes from the root (index 0) down; past the end any index.
-        tokens (`(B, L)`): The token chosen at each visited node; past the end any token.
-        accepted_lengths: For each row the tokens that are committed, one per visited node; 0 where it has ended.
+        tokens (`(B, L)`): The token chosen at each visited node: accepted drafts, the last one the bonus token; past
+            the end any token.
+        host_tokens: The tokens of each row on the host, without those past the end.
+        logits (`(B, L, V)`, *optional*): The target's logits at the nodes, where they are recorded.
+        scores (`(B, L, V)`, *optional*): The processed logits, likewise.
     """
 
     nodes: torch.Tensor
     tokens: torch.Tensor
-    accepted_lengths: list[int]
+    host_tokens: Sequence[Sequence[int]]
+    logits: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+
+    @cached_property
+    def accepted_lengths(self) -> list[int]:
+        """The number of tokens in each row, one per visited node; 0 in a row that has ended."""
+        return [len(row) for row in self.host_tokens]
 
     @classmethod
-    def join(cls, parts: Sequence["AcceptedPath"]) -> "AcceptedPath":
+    def join(cls, steps: Sequence["Path"]) -> "Path":
         """Returns consecutive parts of a path as one. A row that has ended its path has ended it in later parts."""
-        if len(parts) == 1:
-            return parts[0]
+        if len(steps) == 1:
+            return steps[0]
+        rows = zip(*(step.host_tokens for step in steps), strict=True)
         return cls(
-            torch.cat([part.nodes for part in parts], dim=1),
-            torch.cat([part.tokens for part in parts], dim=1),
-            [sum(lengths) for lengths in zip(*(part.accepted_lengths for part in parts), strict=True)],
+            torch.cat([step.nodes for step in steps], dim=1),
+            torch.cat([step.tokens for step in steps], dim=1),
+            [[*itertools.chain(*parts)] for parts in rows],
         )
 
-    def padded(self, width: int) -> "AcceptedPath":
+    def cut(self, lengths: Sequence[int]) -> "Path":
+        """Returns the first `lengths[b]` tokens of each row, without recorded values."""
+        if lengths == self.accepted_lengths:
+            return self
+        rows = zip(self.host_tokens, lengths, strict=True)
+        return Path(self.nodes, self.tokens, [tokens[:length] for tokens, length in rows])
+
+    def padded(self, width: int) -> "Path":
         """Returns a copy with at least `width` columns."""
         missing = max(width - self.nodes.shape[1], 0)
         nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
-        return AcceptedPath(nodes, tokens, self.accepted_lengths)
+        return Path(nodes, tokens, self.host_tokens)
 
 
 def longest_path(tree: DraftTree) -> int:
@@ -70,8 +67,14 @@ def longest_path(tree: DraftTree) -> int:
     return min(tree.max_depth + 1, tree.tokens.shape[1])
 
 
-def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
-    """Walks the tree at once, by the tokens `choices` `(B, N + 1)` that the target chooses after each node."""
+def walk_tree(tree: DraftTree, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Walks the tree at once, by the tokens `choices` `(B, N + 1)` that the target chooses after each node.
+
+    Returns:
+        The visited nodes `(B, L)` of a [`Path`]; `L` is the depth of the tree + 1. And `(B, 1 + L)`: their number in
+        each row, then the tokens chosen at them. That is one tensor, because the host reads both.
+    """
     # A draft is accepted if it is the token that the target chooses at its parent, and all drafts above are accepted.
     # The token chosen at the last accepted node is the bonus token. So the committed tokens are those that plain
     # decoding chooses, one after the other.
@@ -84,8 +87,7 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> Walk:
     nodes = visited.sort(dim=1, descending=True, stable=True).indices[:, : longest_path(tree)]
     # Below the tree's depth nothing counts.
     counts = visited.sum(dim=1, keepdim=True).clamp(max=nodes.shape[1])
-    packed = torch.cat((counts, choices.gather(1, nodes)), dim=1)
-    return Walk(nodes, packed)
+    return nodes, torch.cat((counts, choices.gather(1, nodes)), dim=1)
 
 
 class ChildFinder:

@@ -5,11 +5,10 @@ that the user compiled, passes over drafts run uncompiled copies of the modules 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,25 +19,18 @@ from ...internals import (
     CACHE_NAME,
     has_own_forward,
     is_compiled,
-    mark_static_address,
     modules_of,
     uncompiled,
     uncompiled_copy,
     would_compile,
 )
 from ...model.target_shape import TargetLayers
-from ...model.wrappers import unwrap_model
-from .kept import forget
+from .target_memory import share_memory
 from .target_states import find_decoder, find_layers
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
 CAPACITY_STEP = 64
-# Kinds of generations (by rows and capacity) whose tensors are kept for a target; the oldest go first.
-MAX_KEPT = 2
-
-# By the target's embedding, which the copies of a compiled target share.
-_kept: WeakKeyDictionary[nn.Module, dict[tuple[int, int], "StaticMemory"]] = WeakKeyDictionary()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 StageCompiler = Callable[[Function], Function]
@@ -130,69 +122,6 @@ def _compiled(function: Function, options: _Options) -> Function:
     return compiled
 
 
-class StaticMemory:
-    """
-    The tensors of one generation at a time. The next generation with as many rows and slots gets the same ones, if it
-    asks for the same shapes in the same order.
-    """
-
-    def __init__(self, batch_size: int, capacity: int):
-        self._kind = batch_size, capacity
-        self._tensors: list[torch.Tensor] = []
-        self._num_used = 0
-
-    @classmethod
-    def take(cls, target: PreTrainedModel, batch_size: int, capacity: int) -> "StaticMemory":
-        """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
-        kept = _kept.get(target.get_input_embeddings(), {}).pop((batch_size, capacity), None)
-        return cls(batch_size, capacity) if kept is None else kept
-
-    @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor of zeros."""
-        place, self._num_used = self._num_used, self._num_used + 1
-        if place < len(self._tensors):
-            kept = self._tensors[place]
-            if (kept.shape, kept.dtype, kept.device) == (torch.Size(shape), dtype, device):
-                return kept.zero_()
-            del self._tensors[place:]
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
-        mark_static_address(tensor)
-        self._tensors.append(tensor)
-        return tensor
-
-    @torch.inference_mode(False)
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor."""
-        return self.zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-
-    def give_back(self, target: PreTrainedModel) -> None:
-        """Hands the tensors to the target's next generation of this kind."""
-        del self._tensors[self._num_used :]
-        self._num_used = 0
-        kept = _kept.setdefault(target.get_input_embeddings(), {})
-        kept[self._kind] = self
-        while len(kept) > MAX_KEPT:
-            kept.pop(next(iter(kept)), None)
-
-
-def free_memory(target: nn.Module) -> None:
-    """
-    Frees the memory that calls keep for a target.
-
-    With `cache_implementation="static"` on an accelerator, captured graphs read caches at fixed addresses. The caches
-    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches.
-    A draft vocabulary's part of the output head and the tables of transitions stay, too. The next call makes anew what
-    it needs, and graphs are captured again.
-
-    Args:
-        target: The target, or a wrapper of it, as for [`attach`].
-    """
-    inner = unwrap_model(target)
-    _kept.pop(inner.get_input_embeddings(), None)
-    forget(inner)
-
-
 def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
     """
     Returns the target, or for one with compiled modules a copy that shares its weights, in which the modules that the
@@ -202,7 +131,9 @@ def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> 
     if not any(map(is_compiled, modules_of(target))):
         return target
     read = {} if layers is None else find_layers(target, layers)
-    return _copied(target, {find_decoder(target), *read.values()})
+    copied = _copied(target, {find_decoder(target), *read.values()})
+    share_memory(copied, target)
+    return copied
 
 
 def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:

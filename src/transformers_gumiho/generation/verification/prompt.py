@@ -1,19 +1,21 @@
 """The prefill of a generation, as plain decoding runs it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...internals import CACHE_NAME, is_callers_cache, pad_token_id, run_prompt
+from ...internals import CACHE_NAME, grows_with_text, is_callers_cache, pad_token_id, run_prompt, updated_kwargs
 from ...model.decoding_settings import DraftingSettings
 from ...model.target_shape import TargetLayers
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
-from .cycle_shapes import CycleShapes, StaticMemory, cycle_shapes
-from .session import TargetOutput, TargetPrompt, TargetSession, text_positions
-from .target_states import FeatureReader, TargetStates, begin_capture, end_capture
-from .traits import TargetTraits
+from .cycle_shapes import CycleShapes, cycle_shapes
+from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
+from .target_memory import StaticMemory
+from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
+from .traits import TargetTraits, Unsupported
 from .tree_cache import TreeCache
 
 
@@ -35,6 +37,47 @@ def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> t
     return torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
 
 
+def arguments_per_token(
+    model: PreTrainedModel, traits: TargetTraits, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+) -> set[str]:
+    """
+    Returns the names of further arguments `(B, T, ...)` that have a value for each token of a pass, such as
+    `token_type_ids`. The target's own methods cut them to a pass and make them grow.
+
+    Raises:
+        ValueError: An argument is as long as the prompt, and the target does not cut it.
+    """
+    # 1. Tensors as long as the prompt, which may be given by itself, by its mask or by its embeddings.
+    sources = (input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds"))
+    shapes = {tuple(source.shape[:2]) for source in sources if source is not None}
+    candidates = {
+        name: value
+        for name, value in model_kwargs.items()
+        if isinstance(value, torch.Tensor)
+        and tuple(value.shape[:2]) in shapes
+        # The text that an encoder reads may happen to be as long.
+        and not name.startswith("encoder_")
+        and name not in ARGUMENTS_OF_PASSES
+    }
+    if not candidates:
+        return set()
+    # 2. What the target makes of them for a step of plain decoding.
+    further = {name: value for name, value in model_kwargs.items() if name not in ARGUMENTS_OF_PASSES}
+    further[traits.cache_argument] = traits.make_cache()
+    token = torch.zeros(len(input_ids), 1, dtype=torch.long, device=input_ids.device)
+    inputs = model.prepare_inputs_for_generation(token, next_sequence_length=1, **further)
+    passed = {name: inputs[name] for name in candidates if inputs.get(name) is not None}
+    for name, value in passed.items():
+        if value.shape[1] != 1 and not grows_with_text(model, name):
+            raise Unsupported(
+                f"{traits.name} cannot verify drafts with the argument {name!r}: it is as long as the prompt, "
+                f"{tuple(value.shape)}, and what it is for later tokens is unknown. Leave it out, or generate without "
+                f"`assistant_model`."
+            )
+    # Beside a prompt of one token, what has one value need not be the token's.
+    return {name for name in passed if candidates[name].shape[1] > 1 or grows_with_text(model, name)}
+
+
 def read_prompt(
     model: PreTrainedModel,
     traits: TargetTraits,
@@ -45,6 +88,8 @@ def read_prompt(
     *,
     max_new_tokens: int,
     layers: TargetLayers | None = None,
+    read_target: ReadTarget | None = None,
+    holds_layers: bool = True,
 ) -> TargetSession:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
@@ -54,6 +99,9 @@ def read_prompt(
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
         layers: The layers that the drafter reads.
+        read_target: What a drafter makes of their states that needs no tokens for it.
+        holds_layers: Whether somebody else reads them, so that they are held until the prompt has run. Else each pass
+            of a long prompt is read at its end.
 
     Returns:
         The session that continues from here.
@@ -63,9 +111,11 @@ def read_prompt(
     shapes, keeps_cache = _prepare_cache(model, traits, generation_config, model_kwargs, num_nodes)
     cache = model_kwargs[name]
     # 2. What the pass may replace in the arguments is read before it.
-    reader = FeatureReader(model, layers)
+    reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs)
+    of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
+    read_pass = None if read_target is None or holds_layers else reader.read_pass
+    outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache = outputs[name]
@@ -84,23 +134,40 @@ def read_prompt(
         keeps_cache=keeps_cache,
         num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
     )
-    # 4. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
+    # 4. What plain decoding passes on to its second pass: what grows with the text, and images that were read.
+    later_kwargs = updated_kwargs(model, outputs, model_kwargs)
+    of_tokens &= later_kwargs.keys()
+    for argument in of_tokens:
+        later_kwargs[argument] = later_kwargs[argument][:, -1:]
+    # 5. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
     capacity = length + prompt.num_reserved
     memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
     # Attention scores have the dtype of the keys, which the last states may not have.
     keys = (layer.keys for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None)
     dtype = next((tensor.dtype for tensor in keys), states.last.dtype)
-    shared = (prompt, max_new_tokens, settings.longest_path + 1, dtype, shapes, memory)
+    common: dict[str, Any] = {
+        "model": model,
+        "traits": traits,
+        "model_kwargs": later_kwargs,
+        "kwargs_per_token": of_tokens,
+        "reader": reader,
+        "prompt": prompt,
+        "max_new_tokens": max_new_tokens,
+        "max_path": settings.longest_path + 1,
+        "dtype": dtype,
+        "shapes": shapes,
+        "memory": memory,
+    }
     session: TargetSession
     if traits.is_chain:
         chain_cache = ChainCache(cache, length, batch_size)
-        pad_token = pad_token_id(generation_config) or 0
-        session = ChainSession(model, traits, model_kwargs, reader, chain_cache, *shared, pad_token)
+        session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory)
+        can_rewind = keeps_cache and batch_size > 1
+        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
-        session = TargetSession(model, traits, model_kwargs, reader, tree_cache, *shared)
+        session = TargetSession(**common, cache=tree_cache)
     position_ids = text_positions(position_ids)[:, -num_read:].expand(batch_size, -1)
     session.prefill = TargetOutput(outputs.logits[:, -1:], states, position_ids, outputs.hidden_states)
     return session
@@ -126,7 +193,11 @@ def _prepare_cache(
 
 
 def _run_prompt(
-    reader: FeatureReader, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    reader: FeatureReader,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    read_pass: Callable[[CapturedPass], CapturedPass] | None = None,
 ) -> tuple[Any, TargetStates]:
     """Returns the target's outputs for the prompt, and its states."""
     config = reader.target.config.get_text_config(decoder=True)
@@ -135,7 +206,7 @@ def _run_prompt(
         # layers for the last token only. The drafter needs the states of the entire prompt.
         model_kwargs["logits_to_keep"] = upload([-1], input_ids.device)
     with reader.listening():
-        begin_capture()
+        begin_capture(read_pass)
         outputs = run_prompt(reader.target, input_ids, generation_config, model_kwargs)
         return outputs, reader.collect(end_capture())
 
@@ -153,7 +224,7 @@ def _is_replaced(
 
 def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int) -> int:
     """Returns the entries of `cache` after a prefill of `num_read` tokens."""
-    if traits.is_chain:
+    if not traits.counts_entries:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
     traits.check_is_whole(cache)

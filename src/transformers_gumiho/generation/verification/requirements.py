@@ -11,14 +11,14 @@ from transformers.utils import logging
 
 from ...internals import attention_implementation, is_pipeline_stage
 from ...model.modeling_gumiho import GumihoModel
-from ...model.target_shape import state_width
+from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
-from .chains import BLOCK_INDEX_KIND, can_roll_back
 from .cycle_shapes import with_eager_decoder
 from .ownership import own_step_of_decoding
-from .placement import input_device
-from .prompt import prompt_positions
-from .target_states import find_layers
+from .placement import drafter_device, input_device
+from .prompt import arguments_per_token, prompt_positions
+from .rollback import BLOCK_INDEX_KIND, can_roll_back
+from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
 from .trial import check_multi_token_decode
@@ -32,11 +32,10 @@ _CONFLICTING_SETTINGS = (
 )  # fmt: skip
 # Prompt lookup counts as assisted generation.
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
-# In place of what a target's own config may say, where commands generate: one row for each prompt, which drafts.
-ONE_ROW_EACH: dict[str, Any] = {
-    "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "use_cache": True,
-    "stop_strings": None, "prompt_lookup_num_tokens": None,
-}  # fmt: skip
+# Output heads that differ by less than this share of their size are taken for the same.
+_HEAD_TOLERANCE = 0.1
+# By output head, the drafters whose checkpoints have the same one.
+_same_heads: WeakKeyDictionary[Any, WeakSet[GumihoModel]] = WeakKeyDictionary()
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
@@ -129,6 +128,13 @@ def _check_tokenizers(
 def check_target(target: PreTrainedModel) -> TargetTraits:
     """Returns the traits of a target. Raises [`Unsupported`] where it can verify neither draft trees nor chains."""
     name = type(target).__name__
+    if not isinstance(target, PreTrainedModel):
+        raise Unsupported(
+            f"A Gumiho assistant drafts for a `PreTrainedModel` of transformers, and {name} is none. Load the target "
+            f"with `AutoModelForCausalLM.from_pretrained`, or {_WITHOUT_DRAFTER}"
+        )
+    if not target.can_generate():
+        raise Unsupported(f"{name} does not generate text. Load it with `AutoModelForCausalLM.from_pretrained`.")
     if target.config.is_encoder_decoder:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     if (step := own_step_of_decoding(target)) is not None:
@@ -190,16 +196,21 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"The drafter's attention {implementation!r} takes no tree mask ({' and '.join(MASKED_IMPLEMENTATIONS)} "
             f"do). {_LOAD_WITH_SDPA}"
         )
-    if any(hasattr(weight, "full_tensor") for weight in drafter.parameters()):  # a `DTensor`
+    weights = list(drafter.parameters())
+    if any(weight.is_meta for weight in weights) or len({weight.device for weight in weights}) > 1:
+        raise Unsupported(
+            "The drafter's weights are offloaded, or on several devices, and it runs in every cycle. Load it on one "
+            f"device: `GumihoModel.from_pretrained(name, device_map='{drafter_device(target)}')`."
+        )
+    if any(hasattr(weight, "full_tensor") for weight in weights):  # a `DTensor`
         raise Unsupported(
             "The drafter's weights are split over processes (`fully_shard`), and a draft needs whole ones. Call "
             "`drafter.unshard()` and `unshard()` of its sharded parts first, or leave the drafter whole."
         )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
-    # An output head that was exchanged may score more tokens than the config says.
-    num_scored = getattr(target.get_output_embeddings(), "out_features", 0)
     for what, ours, theirs in (
-        ("vocabulary", draft.vocab_size, max(config.vocab_size, num_scored)),
+        # An output head that was exchanged may score more tokens than the config says.
+        ("vocabulary", draft.vocab_size, max(config.vocab_size, num_scored(target.get_output_embeddings()))),
         ("hidden size", drafter.config.target_hidden_size or draft.hidden_size, state_width(config)),
     ):
         if ours != theirs:
@@ -207,14 +218,56 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
+    if _has_other_head(target, drafter):
+        raise Unsupported(
+            f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
+            f"target's, which is not available here. Use a drafter that was trained for this target."
+        )
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
     find_layers(target, layers)
-    if drafter.config.is_eagle3:
+    if drafter.config.is_block:
+        _check_block_pair(target, drafter, layers)
+    if drafter.config.is_eagle3 and drafter.config.target_layer_ids is None:
         logger.warning_once(
             f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
-            f"layers {list(layers.ids)} of {type(target).__name__}. If it was trained with others, pass them as "
-            f"`target_layer_ids=[...]` to `from_pretrained`."
+            f"layers {list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with "
+            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained`."
+        )
+
+
+def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
+    """Whether a drafter's checkpoint has an output head that is not the target's, as far as that can be read."""
+    head, rows = target.get_output_embeddings(), drafter.own_head_rows
+    same = _same_heads.setdefault(head, WeakSet())
+    if rows is None or drafter in same:
+        return False
+    weight = getattr(head, "weight", None)
+    if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
+        return False
+    # A copy in another precision is near, and that of a target that was trained further, too.
+    own = weight[: len(rows)].detach().float()
+    if (own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm():
+        return True
+    same.add(drafter)
+    return False
+
+
+def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: TargetLayers) -> None:
+    """Refuses what the tools that train block drafters read in different ways."""
+    name, config = type(target).__name__, target.config.get_text_config(decoder=True)
+    if not layers.is_last_normed:
+        raise Unsupported(
+            f"This block drafter reads the last layer of {name} ({config.num_hidden_layers - 1}). Whether it was "
+            f"trained on the state before or after the final norm depends on the tool. Use a drafter that reads lower "
+            f"layers."
+        )
+    factors = [getattr(target.get_input_embeddings(), "embed_scale", None)]
+    factors += [getattr(config, field, None) for field in ("embedding_multiplier", "scale_emb")]
+    if not drafter.config.has_embedding and any(factor not in (None, 1) for factor in factors):
+        raise Unsupported(
+            f"{name} scales its token embedding. Whether this block drafter was trained on scaled rows depends on the "
+            f"tool. Use a drafter with an embedding of its own."
         )
 
 
@@ -241,6 +294,7 @@ def check_inputs(
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
         _check_padding(traits, model_kwargs)
+    arguments_per_token(target, traits, input_ids, model_kwargs)  # refuses those that are not known
     _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
     if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
         if cache is not None:

@@ -1,6 +1,6 @@
 """The target after the prefill: runs one draft tree per pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,17 +9,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...internals import modules_of
-from ..tree.draft_tree import DraftTree, map_tensors, padded_root
+from ...internals import CACHE_NAME, modules_of
+from ..tree.draft_tree import DraftTree, map_tensors, single_path
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath, pick
+from ..tree.walk import Path, longest_path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
-from .cycle_shapes import CycleShapes, StaticMemory
+from .cycle_shapes import CycleShapes
 from .experts import experts_of_decoding
+from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits
 from .tree_cache import TreeCache
+
+
+# Arguments of the target that each pass makes anew.
+ARGUMENTS_OF_PASSES = (CACHE_NAME, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
+# Most tokens of a text that one pass takes: what a recurrence holds grows with their square.
+NODES_PER_PASS = 64
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,8 @@ class TargetSession:
     hooks are removed, and the caller's cache holds what was committed.
 
     Attributes:
-        model_kwargs: As prepared by `generate()`.
+        model_kwargs: The caller's arguments of passes after the prefill.
+        kwargs_per_token: Names of those that have a value for each token; they hold a new token's, `(B, 1, ...)`.
         reader: Reads the target's states.
         cache: The cache of the passes, which holds the prompt.
         max_new_tokens: The most tokens that may follow it.
@@ -152,6 +160,7 @@ class TargetSession:
     model: PreTrainedModel
     traits: TargetTraits
     model_kwargs: dict[str, Any]
+    kwargs_per_token: Set[str]
     reader: FeatureReader
     cache: Any
     prompt: TargetPrompt
@@ -166,11 +175,9 @@ class TargetSession:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
         self._has_ended = [False] * len(self.cache.lengths)
-        # Plain decoding runs no later token, and a table of positions (without a rotary embedding) may end there.
+        # Plain decoding runs no later token.
         self._last_offset = self.max_new_tokens - 2
-        config = self.traits.config
-        has_table = not getattr(config, "rope_parameters", None)
-        self._num_positions: int | None = getattr(config, "max_position_embeddings", None) if has_table else None
+        self._table_end = self._find_table_end()
 
     def __enter__(self) -> "TargetSession":
         self._listening.enter_context(self.reader.listening())
@@ -187,6 +194,11 @@ class TargetSession:
         if self.memory is not None:
             self.memory.give_back(self.model)
 
+    @property
+    def longest_run(self) -> int | None:
+        """Most drafts of a path that is verified alone; `None` for any number."""
+        return None if self.cache.states is None else NODES_PER_PASS - 1
+
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """
         Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors. `has_ended`
@@ -200,7 +212,10 @@ class TargetSession:
         # Attention is faster without a mask, where the implementation is known to do without one.
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
         masks = make_masks(tree, self.cache, self.dtype, self.traits.windows, attention.omits_masks)
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        self.cache.begin_pass(tree)
+        mask: Any = next(iter(masks.values()), None)
+        if len(masks) > 1:
+            mask = dict.fromkeys(self.traits.state_kinds) | masks
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
             outputs, captured = self._run_target(tree.tokens, self.cache, mask, num_nodes, position_ids=position_ids)
@@ -214,7 +229,7 @@ class TargetSession:
             return nullcontext
         return masked_attention(self.model, attention.name, attention_classes(modules_of(self.model.get_decoder())))
 
-    def keep(self, path: AcceptedPath, output: TargetOutput) -> CommittedTokens:
+    def keep(self, path: Path, output: TargetOutput) -> CommittedTokens:
         """
         Keeps the accepted nodes of the newest pass in the cache. Returns the committed tokens with the states of their
         nodes, from the `output` of that pass. With fixed shapes the width is the same in every cycle.
@@ -241,8 +256,12 @@ class TargetSession:
             text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
             vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
         """
-        states, position_ids, mask = self.prefill.states.target_states, self.prefill.position_ids, self.prompt.mask
+        read, position_ids, mask = self.prefill.states, self.prefill.position_ids, self.prompt.mask
         del self.prefill
+        states, read_target = read.target_states, self.reader.read_target
+        if read_target is not None and not read.are_read:
+            states = read_target(states)
+        del read
         # A model that puts an image before the text (GIT) has more states than positions.
         num_known = min(states.shape[1], text.shape[1], position_ids.shape[1])
         return CommittedTokens(
@@ -253,7 +272,7 @@ class TargetSession:
             None if mask is None else mask[:, -num_known:],
         )
 
-    def _keep_entries(self, path: AcceptedPath) -> None:
+    def _keep_entries(self, path: Path) -> None:
         # In a row that has just ended the root is its last token. It stays, as plain decoding runs it while other rows
         # continue.
         num_entries = [
@@ -261,25 +280,38 @@ class TargetSession:
             for length, has_ended in zip(path.accepted_lengths, self._has_ended, strict=True)
         ]
         self._has_ended = [length == 0 for length in path.accepted_lengths]
-        self.cache.keep_path(replace(path, accepted_lengths=num_entries))
+        self.cache.keep_path(path.nodes, num_entries)
 
-    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+    def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
-        Leaves in the caller's cache what plain decoding does: `num_tokens` new tokens of each row. `last_tokens`
-        `(B,)` are the newest tokens; `tree` is the newest one, for its shape. Does nothing if nobody sees the cache.
+        Leaves in the caller's cache what plain decoding does: of each row `num_tokens` of the `new_tokens` `(B, T)`,
+        which end in padding where a row has ended. States have read that padding, too. `tree` is the newest one, for
+        its shape. Does nothing if nobody sees the cache.
         """
         if not self.prompt.keeps_cache:
             return
-        num_missing = [
-            self.prompt.length + number - length for number, length in zip(num_tokens, self.cache.lengths, strict=True)
-        ]
-        if max(num_missing) > 0:
-            # Rows that ended in the newest pass, before others did: their last tokens take one pass more.
-            num_unused = tree.tokens.shape[1] - 1 if self.shapes.are_fixed else 0
-            self.run_tree(padded_root(last_tokens, num_unused, tree.max_depth))
-            roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
-            self.cache.keep_path(AcceptedPath(roots, last_tokens[:, None], [max(number, 0) for number in num_missing]))
-        self.cache.truncate([max(-number, 0) for number in num_missing])
+        if self.cache.states is not None:
+            num_tokens = [new_tokens.shape[1] - 1] * len(num_tokens)
+        ends = [self.prompt.length + number for number in num_tokens]
+        self.cache.truncate([max(now - end, 0) for now, end in zip(self.cache.lengths, ends, strict=True)])
+        # Above all the last tokens of rows that ended in the newest pass, before others did.
+        while any(now < end for now, end in zip(self.cache.lengths, ends, strict=True)):
+            self._run_text(ends, new_tokens, tree)
+
+    def _run_text(self, ends: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
+        """Commits more of each row's `new_tokens`, up to `ends[b]` entries, as many as one pass takes."""
+        missing = [max(end - now, 0) for now, end in zip(self.cache.lengths, ends, strict=True)]
+        longest = longest_path(tree) if self.shapes.are_fixed else NODES_PER_PASS
+        lengths = [min(number, longest) for number in missing]
+        num_nodes = tree.tokens.shape[1] if self.shapes.are_fixed else max(lengths)
+        starts = upload([length - self.prompt.length for length in self.cache.lengths], new_tokens.device)[:, None]
+        columns = torch.arange(num_nodes, device=new_tokens.device).expand(len(missing), -1)
+        tokens = new_tokens.gather(1, (starts + columns).clamp(max=new_tokens.shape[1] - 1))
+        text = single_path(tokens[:, 0], tokens[:, 1:], torch.zeros_like(tokens[:, 1:], dtype=torch.float32))
+        if self.shapes.are_fixed:
+            text = replace(text, depths=text.depths.clamp(max=tree.max_depth), max_depth=tree.max_depth)
+        self.run_tree(text)
+        self.cache.keep_path(columns[:, :longest].to(self.device), lengths)
 
     def _run_target(
         self, tokens: torch.Tensor, cache: Any, attention_mask: Any, num_logits: int, **inputs: Any
@@ -302,17 +334,37 @@ class TargetSession:
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the positions of tokens `offsets` `(B, n)` after the prompt."""
         # Nodes after the last position are never committed.
-        position_ids = self.prompt.next_position + offsets.clamp(max=self._last_offset)
-        return position_ids if self._num_positions is None else position_ids.clamp_(max=self._num_positions - 1)
+        return self.prompt.next_position + offsets.clamp(max=self._last_offset)
+
+    def _find_table_end(self) -> int | None:
+        """Returns how many tokens after the prompt have a position in the target's table; `None` if all have one."""
+        config = self.traits.config
+        size = getattr(config, "max_position_embeddings", None)
+        if size is None or getattr(config, "rope_parameters", None):
+            return None
+        # Of the row whose prompt is the longest.
+        num_left = size - int(self.prompt.next_position.max())
+        return num_left if num_left <= self._last_offset else None
+
+    @property
+    def max_depth(self) -> int | None:
+        """
+        The depth of a tree's last nodes that have a position in the target's table (learned or sinusoidal positions
+        end, rotary ones do not); `None` if all nodes have one. 0 where the root itself is the last, or beyond: there
+        the target does what it does in plain decoding.
+        """
+        if self._table_end is None:
+            return None
+        num_new = max(self.cache.lengths) - self.prompt.length  # the root is the next one
+        return max(self._table_end - 1 - num_new, 0)
 
     def _node_kwargs(self, num_nodes: int) -> dict[str, Any]:
-        """Returns the caller's arguments of every pass, extended to `num_nodes` nodes where needed."""
-        handled = (self.traits.cache_argument, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
-        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in handled}
-        if (types := kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = types[:, -1:].expand(-1, num_nodes)
-        if (types := kwargs.get("mm_token_type_ids")) is not None:
-            kwargs["mm_token_type_ids"] = types.new_zeros(types.shape[0], num_nodes)
+        """Returns the caller's arguments of a pass over `num_nodes` nodes."""
+        known = (*ARGUMENTS_OF_PASSES, self.traits.cache_argument)
+        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in known}
+        for name in self.kwargs_per_token:
+            column = kwargs[name]
+            kwargs[name] = column.expand(-1, num_nodes, *column.shape[2:])
         return kwargs
 
 

@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...commands import UserValueError
 from ...internals import runs_as_defined, without_layer
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers
-from .kept import kept
+from .target_memory import memory_of
 
 
 # Where the layers before the projection stand beside it in the target: in ELECTRA, and in ModernBERT's decoder.
 _BESIDE_THE_PROJECTION = ("generator_predictions", "lm_head")
 # The last states `(B, n, H)` of a pass, and the number and states of each hooked layer.
 CapturedPass = tuple[torch.Tensor, tuple[tuple[int, torch.Tensor], ...]]
-LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
+ReadTarget = Callable[[torch.Tensor], torch.Tensor]
+# In place of the number of a layer: what the drafter made of all layers.
+_READ = -1
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class TargetStates:
             side by side.
         last (`(B, T, H)`): What the output projection reads, mostly after the final norm. The drafter's predictions
             are compared with these.
+        are_read: Whether `target_states` are what the drafter made of them pass by pass, `(B, T, H)`.
     """
 
     target_states: torch.Tensor
     last: torch.Tensor
+    are_read: bool = False
 
     @classmethod
     def from_last(cls, last: torch.Tensor) -> "TargetStates":
@@ -116,12 +121,16 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
 class FeatureReader:
     """
     Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
-    layers that a drafter reads get hooks. Raises `ValueError` where the target does not have these.
+    layers that a drafter reads get hooks. `read_target` is the drafter's, where it reads a prompt on its own. Raises
+    `ValueError` where the target does not have these layers.
     """
 
-    def __init__(self, target: PreTrainedModel, layers: TargetLayers | None = None):
+    def __init__(
+        self, target: PreTrainedModel, layers: TargetLayers | None = None, read_target: ReadTarget | None = None
+    ):
         self.target = target
         self.layers = layers
+        self.read_target = read_target
         self._modules = {} if layers is None else find_layers(target, layers)
 
     def read(self, input_ids: torch.Tensor, **kwargs: Any) -> TargetStates:
@@ -164,6 +173,8 @@ class FeatureReader:
         last = projected_states(self.target, _joined([last for last, _ in captured]))
         if self.layers is None:
             return TargetStates.from_last(last)
+        if all(_READ in dict(layers) for _, layers in captured):
+            return TargetStates(_joined([dict(layers)[_READ] for _, layers in captured]), last, are_read=True)
         fused = []
         for number in self.layers.ids:
             states = last
@@ -178,6 +189,12 @@ class FeatureReader:
             fused.append(states)
         return TargetStates(torch.cat(fused, dim=-1), last)
 
+    def read_pass(self, captured: CapturedPass) -> CapturedPass:
+        """Replaces the states of all layers by what the drafter makes of them, so that a long prompt holds fewer."""
+        states = self.collect([captured])
+        made = states.target_states if self.read_target is None else self.read_target(states.target_states)
+        return captured[0], ((_READ, made),)
+
 
 def _joined(states: list[torch.Tensor]) -> torch.Tensor:
     return states[0] if len(states) == 1 else torch.cat(states, dim=1)
@@ -187,9 +204,12 @@ def _joined(states: list[torch.Tensor]) -> torch.Tensor:
 _passes = threading.local()
 
 
-def begin_capture() -> None:
-    """Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks."""
-    _passes.states, _passes.layers = (), ()
+def begin_capture(read_pass: Callable[[CapturedPass], CapturedPass] | None = None) -> None:
+    """
+    Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks. What `read_pass`
+    makes of a pass is kept instead.
+    """
+    _passes.states, _passes.layers, _passes.read = (), (), read_pass
 
 
 def end_capture() -> tuple[CapturedPass, ...]:
@@ -203,8 +223,9 @@ def keep_states(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook for a decoder. It records a pass once, however many generations have registered it."""
     states = getattr(_passes, "states", None)
     if states is not None and not any(known is output[0] for known, _ in states):
-        _passes.states = (*states, (output[0], _passes.layers))
+        captured = output[0], _passes.layers
         _passes.layers = ()
+        _passes.states = (*states, captured if _passes.read is None else _passes.read(captured))
 
 
 @functools.cache
@@ -219,47 +240,69 @@ def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
     return keep_layer
 
 
-def output_head(target: PreTrainedModel, token_ids: torch.Tensor | None = None) -> LogitsFunction:
+class OutputHead:
     """
-    Returns the function from the target's states `(..., H)`, as a [`FeatureReader`] returns them, to its logits
-    `(..., V)`: its output projection, and the scaling and capping that some decoders apply. With `token_ids` `(K,)` it
-    computes the logits `(..., K)` of these tokens alone; see [`cut_head`].
-    """
-    return scaled_head(cut_head(target.get_output_embeddings(), token_ids), target.config)
+    The function from states `(..., H)`, as a [`FeatureReader`] returns them, to logits `(..., V)`.
 
-
-def cut_head(head: Any, token_ids: torch.Tensor | None) -> LogitsFunction:
-    """
-    Returns the function from features `(..., H)` to a head's logits of some tokens, `(..., K)`, or of all.
-
-    A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
+    A plain linear head is cut to the rows of `token_ids`: a copy of the weights, which is kept while they stay the
     same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
+
+    Args:
+        module: The output projection.
+        target_config: Config of the target, which may ask for scaling and capping of the logits. By default none.
+        token_ids (`(K,)`, *optional*): Compute the logits `(..., K)` of these tokens alone.
+        place (*optional*): Device and dtype of the states that the projection reads.
     """
-    read = _in_its_dtype(head)
-    if not is_plain_linear(head):
-        if token_ids is None:
-            return read
-        return lambda features: (logits := read(features)).index_select(-1, token_ids.to(logits.device))
-    if token_ids is not None:
-        whole = [parameter.detach() for parameter in (head.weight, head.bias) if parameter is not None]
-        rows = token_ids.to(head.weight.device)
 
-        def cut() -> list[torch.Tensor]:
-            return [parameter.index_select(0, rows) for parameter in whole]
+    def __init__(
+        self,
+        module: Any,
+        target_config: PreTrainedConfig | None = None,
+        token_ids: torch.Tensor | None = None,
+        place: tuple[torch.device, torch.dtype] | None = None,
+    ):
+        self._module, self._token_ids, self._place = module, token_ids, place
+        self._is_plain = is_plain_linear(module)
+        self._rows: Sequence[torch.Tensor] = ()  # the weight of these tokens, and their bias if there is one
+        if token_ids is not None and self._is_plain:
+            whole = [parameter.detach() for parameter in (module.weight, module.bias) if parameter is not None]
+            rows = token_ids.to(module.weight.device)
+            self._rows = memory_of(module).derive(
+                "cut head", module, whole, (token_ids,), lambda: [own.index_select(0, rows) for own in whole]
+            )
+        config = None if target_config is None else target_config.get_text_config(decoder=True)
+        self._scale = getattr(config, "logit_scale", None) or 1
+        for name in ("logits_scaling", "logits_mup_width_multiplier"):
+            self._scale = self._scale / (getattr(config, name, None) or 1)
+        self._cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "output_logit_soft_cap", None)
 
-        weight, *bias = kept("cut head", (head, head), whole, (token_ids,), cut)
+    def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        # 1. The states, in the dtype of the weight, as the target's `forward` reads them.
+        if self._place is not None:
+            features = features.to(*self._place)
+        weight = self._rows[0] if self._rows else getattr(self._module, "weight", None)
+        # The dtype of eight bits and less is not the one to read.
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1:
+            features = features.to(weight.dtype)
+        # 2. The projection.
+        if self._is_plain:
+            # The parallel heads' features are strided; PyTorch would multiply them batch by batch, and copy them.
+            flat = features.reshape(-1, features.shape[-1])
+            logits = linear(flat, *self._rows) if self._rows else self._module(flat)
+            logits = logits.view(*features.shape[:-1], logits.shape[-1])
+        else:
+            logits = self._module(features)
+            if self._token_ids is not None:
+                logits = logits.index_select(-1, self._token_ids.to(logits.device))
+        # 3. What some decoders do with the logits.
+        if self._scale != 1:
+            logits = logits * self._scale
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
-        def read_rows(features: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(features.to(weight.dtype), weight, *bias)
 
-        read = read_rows
-
-    def logits_of(features: torch.Tensor) -> torch.Tensor:
-        # The parallel heads' features are strided; PyTorch would multiply them batch by batch, and copy them for it.
-        logits = read(features.reshape(-1, features.shape[-1]))
-        return logits.view(*features.shape[:-1], logits.shape[-1])
-
-    return logits_of
+def output_head(target: PreTrainedModel, token_ids: torch.Tensor | None = None) -> OutputHead:
+    """Returns the target's [`OutputHead`]."""
+    return OutputHead(target.get_output_embeddings(), target.config, token_ids)
 
 
 def head_for_drafting(
@@ -268,7 +311,7 @@ def head_for_drafting(
     draft_vocabulary: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[LogitsFunction, torch.Tensor | None]:
+) -> tuple[OutputHead, torch.Tensor | None]:
     """
     Returns the function from the states `(..., H)` that a drafter predicts, on any device, to the logits of the tokens
     that may be drafted, and the ids of these, `(K,)`; `None` where they are all. The target's output head reads states
@@ -277,26 +320,25 @@ def head_for_drafting(
     Raises:
         ValueError: The draft vocabulary has tokens that the drafter's own output head does not score.
     """
-    if drafter.config.is_eagle3:
+    if drafter.config.owns_head:
         return _own_head(drafter, draft_vocabulary)
     token_ids = None
     if draft_vocabulary is not None:
-        owners, ids = (target.get_output_embeddings(),) * 2, list(draft_vocabulary)
-        (token_ids,) = kept("draft vocabulary", owners, (), (ids, device), lambda: [torch.tensor(ids, device=device)])
-    head = output_head(target, token_ids)
-    return lambda features: head(features.to(device=device, dtype=dtype)), token_ids
+        owner, ids = target.get_output_embeddings(), list(draft_vocabulary)
+        (token_ids,) = memory_of(owner).derive(
+            "draft vocabulary", owner, (), (ids, device), lambda: [torch.tensor(ids, device=device)]
+        )
+    return OutputHead(target.get_output_embeddings(), target.config, token_ids, (device, dtype)), token_ids
 
 
-def _own_head(
-    drafter: GumihoModel, draft_vocabulary: Sequence[int] | None
-) -> tuple[LogitsFunction, torch.Tensor | None]:
+def _own_head(drafter: GumihoModel, draft_vocabulary: Sequence[int] | None) -> tuple[OutputHead, torch.Tensor | None]:
     """Does the same with the drafter's own output head, cut to the rows of the draft vocabulary."""
     head, own = drafter.lm_head, drafter.own_tokens()
     if draft_vocabulary is None:
         if own is not None:  # the same tensor in each call, as what others keep depends on it
             made = own
-            (own,) = kept("own tokens", (head, head), (drafter.d2t,), (), lambda: [made])
-        return cut_head(head, None), own
+            (own,) = memory_of(head).derive("own tokens", head, (drafter.d2t,), (), lambda: [made])
+        return OutputHead(head), own
     ids, device = list(draft_vocabulary), head.weight.device
 
     def find_rows() -> list[torch.Tensor]:
@@ -313,34 +355,8 @@ def _own_head(
         return [token_ids, rows]
 
     mapped = () if own is None else (drafter.d2t,)
-    token_ids, rows = kept("draft vocabulary", (head, head), mapped, (ids, device), find_rows)
-    return cut_head(head, rows), token_ids
-
-
-def scaled_head(head: LogitsFunction, target_config: PreTrainedConfig) -> LogitsFunction:
-    """Returns `head` followed by the scaling and capping of logits that the target's config asks for."""
-    config = target_config.get_text_config(decoder=True)
-    scale = getattr(config, "logit_scale", None) or 1
-    for name in ("logits_scaling", "logits_mup_width_multiplier"):
-        scale = scale / (getattr(config, name, None) or 1)
-    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "output_logit_soft_cap", None)
-
-    def logits_of(features: torch.Tensor) -> torch.Tensor:
-        logits = head(features)
-        if scale != 1:
-            logits = logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits
-
-    return logits_of
-
-
-def _in_its_dtype(head: Any) -> LogitsFunction:
-    """Returns `head`, run on features in the dtype of its weight, as the target's `forward` runs it."""
-    # The dtype of eight bits and less is not the one to read.
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1:
-        return head
-    return lambda features: head(features.to(head.weight.dtype))
+    token_ids, rows = memory_of(head).derive("draft vocabulary", head, mapped, (ids, device), find_rows)
+    return OutputHead(head, token_ids=rows), token_ids
 
 
 def is_plain_linear(head: nn.Module) -> bool:
@@ -353,7 +369,10 @@ def is_plain_linear(head: nn.Module) -> bool:
     )
 
 
-def why_not_finite(dtype: torch.dtype) -> str:
-    """Says what to do where a target of this dtype computes numbers that are not finite."""
-    cause = "It overflows in float16" if dtype == torch.float16 else "Its weights may be damaged"
-    return f"The target's own states are not finite ({dtype}). {cause}: load it in bfloat16 or float32."
+def num_scored(head: Any) -> int:
+    """Returns how many tokens an output head scores; 0 where it does not say."""
+    # An adapter may give the width of its features as `out_features`. A quantized weight has another shape.
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return getattr(head, "out_features", 0)

@@ -8,13 +8,21 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ...internals import mark_static_address
-from ..tree.draft_tree import tree_attention_mask
+from ..tree.draft_tree import DraftTree, tree_attention_mask
 from ..tree.uploads import upload
-from ..tree.walk import AcceptedPath
-from .cycle_shapes import StaticMemory
+from .target_memory import StaticMemory
+from .tree_states import CONVOLUTIONS, RECURRENCES, TreeStates
 
 
 # Slots added to outgrown buffers, or a quarter of those in use where that is more.
@@ -30,6 +38,12 @@ CONVERTIBLE_LAYERS = (
     DynamicSlidingWindowLayer,
     *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
 )
+# Layers that hold states, beside keys and values or alone.
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 def is_convertible(cache: Any) -> bool:
@@ -37,17 +51,17 @@ def is_convertible(cache: Any) -> bool:
     return (
         isinstance(cache, DynamicCache)
         and not cache.offloading
-        and all(type(layer) in CONVERTIBLE_LAYERS for layer in cache.layers)
+        and all(type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS for layer in cache.layers)
     )
 
 
 def has_all_entries(cache: DynamicCache) -> bool:
     """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
-    length = cache.get_seq_length()
+    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    length = cache.get_seq_length() if filled else 0  # states alone count no tokens
     return all(
         min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
-        for layer in cache.layers
-        if layer.keys is not None
+        for layer in filled
     )
 
 
@@ -76,6 +90,7 @@ class TreeCache(Cache):
         num_pending: Uncommitted entries after the committed ones. The next pass writes after them.
         context_mask (`(B, T)`, bool, *optional*): False at committed slots that no pass sees (padding). All slots
             after them are seen.
+        states: The states of layers that have any, which the caller's cache holds meanwhile.
     """
 
     def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
@@ -85,6 +100,8 @@ class TreeCache(Cache):
         self.lengths = [0] * batch_size
         self.num_pending = 0
         self.context_mask: torch.Tensor | None = None
+        self.states: TreeStates | None = None
+        self._prompt_lengths = self.lengths
         self._device_lengths: torch.Tensor | None = None  # `lengths` as `(B, 1)`, with fixed shapes
         # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
         # Layers of one shape share a buffer, so that one step rearranges them all.
@@ -99,22 +116,36 @@ class TreeCache(Cache):
         capacity: int,
         context_mask: torch.Tensor | None = None,
         memory: StaticMemory | None = None,
+        length: int | None = None,
+        can_rewind: bool = False,
     ) -> "TreeCache":
         """
         Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
         them back, also if an error ends the move. A sliding layer has dropped the entries before its window: their
-        slots stay empty. `context_mask` is that of [`hide`]; the other arguments are those of the class.
+        slots stay empty.
+
+        Args:
+            cache: The cache, after a prefill.
+            capacity, memory: As for the class.
+            context_mask: As for [`hide`].
+            length: Entries of the prompt; by default the cache counts them, which one of states alone cannot.
+            can_rewind: Whether [`truncate`] may be called with states, which takes a copy of them.
         """
-        length = cache.get_seq_length()
-        # Layers that read the keys and values of another one have none of their own.
+        length = cache.get_seq_length() if length is None else length
+        # Layers that read the keys and values of another one have none of their own, nor have those of states alone.
         pairs = [(TreeCacheLayer(), old) for old in cache.layers]
-        filled = [(new, old) for new, old in pairs if old.keys is not None]
-        tree_cache = cls(filled[0][1].keys.shape[0], max(capacity, length), memory)
+        filled = [(new, old) for new, old in pairs if getattr(old, "keys", None) is not None]
+        has_states = any(isinstance(layer, STATE_LAYERS) for layer in cache.layers)
+        states = TreeStates(cache.layers, memory, can_rewind) if has_states else None
+        num_rows = filled[0][1].keys.shape[0] if states is None else states.num_rows
+        tree_cache = cls(num_rows, max(capacity, length), memory)
+        tree_cache.states = states
         tree_cache.layers = [new for new, _ in pairs]
         num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in filled)
         num_bytes = num_bytes * tree_cache.capacity // max(length, 1)  # outgrown buffers are copied with free slots
         at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
         tree_cache.commit([length] * len(tree_cache.lengths))
+        tree_cache._prompt_lengths = tree_cache.lengths
         try:
             for first in range(0, len(filled), at_once):
                 moved = filled[first : first + at_once]
@@ -191,15 +222,37 @@ class TreeCache(Cache):
         is_alone = self._device_lengths is None and num_new == 1 and self.num_pending == 0 and self._is_uniform
         return is_alone and self.context_mask is None and (window is None or max(self.lengths) < window)
 
-    def keep_path(self, path: AcceptedPath) -> None:
-        """Moves the entries of the accepted nodes to the slots after the committed ones, and commits them."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self.states and self.states.read((CONVOLUTIONS, layer_idx, state_idx))
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self.states and self.states.write((CONVOLUTIONS, layer_idx, state_idx), conv_states, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self.states and self.states.read((RECURRENCES, layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self.states and self.states.write((RECURRENCES, layer_idx, state_idx), recurrent_states, **kwargs)
+
+    def begin_pass(self, tree: DraftTree) -> None:
+        """Prepares a pass over `tree`, where layers hold states."""
+        if self.states is not None:
+            self.states.begin_pass(tree)
+
+    def keep_path(self, nodes: torch.Tensor, accepted_lengths: Sequence[int]) -> None:
+        """
+        Moves the entries of the first `accepted_lengths[b]` of the `nodes` `(B, L)` to the slots after the committed
+        ones, and commits them.
+        """
+        if self.states is not None:
+            self.states.keep(nodes, accepted_lengths)
         if self._device_lengths is not None:
             # As many nodes every time; the entries after the accepted ones are dropped again.
-            self._move(path.nodes, self._device_lengths)
-        elif (longest := max(path.accepted_lengths)) > 1:
+            self._move(nodes, self._device_lengths)
+        elif (longest := max(accepted_lengths)) > 1:
             # The root is the first entry and stays where it is.
-            self._move(path.nodes[:, :longest], self.starts(path.nodes.device))
-        self.commit(path.accepted_lengths)
+            self._move(nodes[:, :longest], self.starts(nodes.device))
+        self.commit(accepted_lengths)
 
     def commit(self, accepted_lengths: Sequence[int]) -> None:
         """Commits the first `accepted_lengths[b]` of the newest entries of each row, and drops all others."""
@@ -220,7 +273,13 @@ class TreeCache(Cache):
         self._known.clear()
 
     def truncate(self, num_removed: Sequence[int]) -> None:
-        """Removes the newest `num_removed[b]` committed entries of each row."""
+        """
+        Removes the newest `num_removed[b]` committed entries of each row. States go back to the prompt alone: with
+        states, all entries after it are removed.
+        """
+        if self.states is not None and any(num_removed):
+            self.states.rewind()
+            num_removed = [now - then for now, then in zip(self.lengths, self._prompt_lengths, strict=True)]
         self.commit([-number for number in num_removed])
 
     def restore(self, cache: DynamicCache) -> None:
@@ -228,13 +287,15 @@ class TreeCache(Cache):
         Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
         that records the past also gets its entries before the window. This cache is empty afterwards.
         """
+        if self.states is not None:
+            self.states.restore()
         length = max(self.lengths)
         for group, _ in self._groups:
             for row, end in enumerate(self.lengths):
                 group[:, row, :, end:length] = 0
         restored = []
         for old, new in zip(cache.layers, self.layers, strict=True):
-            if new.keys is None or old.keys is not None:
+            if new.keys is None or getattr(old, "keys", None) is not None:
                 continue  # never moved here
             start = new.first_slot
             if isinstance(old, DynamicSlidingWindowLayer):

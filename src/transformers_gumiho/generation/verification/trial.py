@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...internals import in_eval_mode, weights_version
-from ..tree.walk import AcceptedPath
-from .chains import ChainCache, held_tensors
+from .chains import ChainCache
 from .placement import input_device
 from .precision import NARROW, computing_precisely, rounds_products
+from .rollback import held_tensors
 from .traits import TargetTraits, Unsupported
 
 
@@ -225,11 +225,11 @@ def _run_at_once(trial: Trial) -> list[torch.Tensor]:
     drafts = trial.tried.clone()
     drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
     trial.run(chain.begin_pass(drafts), end)
-    chain.keep_path(AcceptedPath(drafts, drafts, [NUM_ACCEPTED]))
+    chain.keep(NUM_ACCEPTED)
     # 2. The rest of the text.
     rest = trial.tried[:, NUM_ACCEPTED:]
     logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
-    chain.keep_path(AcceptedPath(rest, rest, [rest.shape[1]]))
+    chain.keep(rest.shape[1])
     chain.restore(trial.cache)
     return trial.results(logits)
 

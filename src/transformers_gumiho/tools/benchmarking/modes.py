@@ -53,8 +53,9 @@ def decoding_modes(
         if length <= drafter.config.max_draft_depth:
             chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
             trees[f"chain of {length}"] = chain
-    trees["serial head only"] = {"tree_depth": drafter.config.num_serial_tokens}
-    trees["one serial token"] = {"tree_depth": 1}
+    if not drafter.config.is_block:
+        trees["serial head only"] = {"tree_depth": drafter.config.num_serial_tokens}
+        trees["one serial token"] = {"tree_depth": 1}
     trees |= {f"tree of {size}": {"num_assistant_tokens": size} for size in tree_sizes}
     # A measured `break_even` belongs to the tuned tree.
     modes += [DecodingMode(name, gumiho, {"break_even": None} | settings) for name, settings in trees.items()]

@@ -14,8 +14,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, settings_file
-from ...model.open_text import encode_turn
+from ...training.data.open_text import encode_turn
+from ...training.data.run_files import (
+    append_rows,
+    check_begun_with,
+    complete_lines,
+    cut_incomplete_line,
+    settings_file,
+)
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question
 from .summary import Sample

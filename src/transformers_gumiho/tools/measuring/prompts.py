@@ -8,7 +8,8 @@ from typing import Any
 from transformers.utils import logging
 
 from ...commands import UserValueError
-from ...files import JSON_LINE, MalformedRowError, load_conversations, parse_row, read_text
+from ...files import read_text
+from ...training.data.datasets import JSON_LINE, MalformedRowError, load_conversations, parse_row
 
 
 logger = logging.get_logger(__name__)

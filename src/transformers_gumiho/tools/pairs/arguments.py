@@ -71,7 +71,9 @@ class PairArguments:
 
     pair: str | None = option("Short name of a target and its drafter: demo or smollm2.")
     target: str | None = option("Target model: a folder or a name on the Hub.")
-    assistant: str | None = option("Gumiho drafter: a folder or a name on the Hub.")
+    assistant: str | None = option(
+        "Gumiho drafter: a folder or a name on the Hub; `mtp` for the MTP layers of the target."
+    )
     dtype: str = option("Precision of all models, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto` (default: one device).")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")

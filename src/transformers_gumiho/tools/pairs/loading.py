@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ...commands import UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
-from ...generation.verification.requirements import ONE_ROW_EACH, check_pair
+from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import load_tokenizer
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
+from ...training.data.open_text import load_tokenizer
+from ...training.data.target_runs import ONE_ROW_EACH
 from .arguments import DraftingArguments, PairArguments
 
 
@@ -28,10 +30,13 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
             fit the target.
     """
     args = args.resolved()
-    check_folder(str(args.assistant), has_config=False)
+    is_own = args.assistant == OWN_MTP_LAYERS
+    if not is_own:
+        check_folder(str(args.assistant), has_config=False)
     target, tokenizer = load_target(args)
     with as_user_errors():
-        drafter = GumihoModel.from_pretrained(args.assistant, dtype=target.dtype, device_map=drafter_device(target))
+        name, options = own_mtp_layers(target.config) if is_own else (args.assistant, {})
+        drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=drafter_device(target), **options)
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from ...commands import UserOSError, UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn
+from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
 from ..pairs import load_pair
 from .answering import Answer, logit_gap, stream_answer

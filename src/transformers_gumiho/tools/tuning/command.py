@@ -10,10 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ...commands import UserOSError, UserValueError, make_folder, option
+from ...files import check_is_no_snapshot
 from ...generation.verification.placement import input_device
 from ...generation.verification.traits import TargetTraits
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
+from ...training.data.open_text import encode_turn
 from ..measuring.modes import Prompts, Runner
 from ..measuring.prompts import read_prompts
 from ..pairs import PairArguments, load_pair, own_settings, prompts_field
@@ -42,15 +44,20 @@ def tune(args: TuningArguments) -> TuningResult:
 
     Raises:
         KeyboardInterrupt: The run was stopped.
-        OSError: The folder cannot be written to.
+        OSError: The folder cannot be written to, or holds links to files elsewhere.
         ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
             prompts with.
     """
     questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
     folder = Path(args.output_dir or str(args.assistant))
-    if args.output_dir is None and not folder.is_dir():
-        raise UserValueError("The drafter is not a folder; give --output_dir for its new generation_config.json.")
+    is_target = args.assistant == OWN_MTP_LAYERS or has_mtp_layers(args.assistant, {})
+    if args.output_dir is None and (is_target or not folder.is_dir()):
+        what = "a target's" if is_target else "not a folder"
+        raise UserValueError(f"The drafter is {what}; give --output_dir for its new generation_config.json.")
+    if has_mtp_layers(folder, {}):
+        raise UserValueError(f"{str(folder)!r} is a target, whose files stay as they are. Give another --output_dir.")
+    check_is_no_snapshot(folder)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserOSError(f"{str(folder)!r} cannot be written to. Name another folder with --output_dir.")
     target, tokenizer, drafter = load_pair(args)
@@ -69,6 +76,8 @@ def tune(args: TuningArguments) -> TuningResult:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("Stopped. The drafter's settings are as they were.") from None
     drafter.generation_config.update(**result.settings)
+    if is_target:  # settings alone would be no drafter
+        drafter.save_pretrained(folder)
     drafter.generation_config.save_pretrained(folder)
     return result
 

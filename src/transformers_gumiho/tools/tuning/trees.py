@@ -9,7 +9,7 @@ from ...model.decoding_settings import DRAFT_TEMPERATURE
 
 # Drafted tokens and branching factors, from small trees for slow processors to large ones for GPUs.
 _SHAPES = ((4, 2), (8, 2), (12, 4), (24, 4), (63, 14))
-# Maximum number of drafted tokens in trees that have only serial tokens.
+# Maximum number of drafted tokens in trees that have only serial tokens, or half of a block.
 _MAX_SHALLOW = 12
 # Depths of drafters without parallel heads: each level takes a pass.
 _SERIAL_DEPTHS = (3, 5, 8)
@@ -47,18 +47,19 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
     Returns some fifteen trees, all with the vocabulary of the drafter's own tree, which is the first of them. For a
     target that verifies chains only, returns one chain of each depth.
     """
-    deepest, shallow = config.max_draft_depth, config.num_serial_tokens
+    deepest = config.max_draft_depth
+    # Without the parallel heads a cycle has one pass less. A block drafter runs half of its block instead.
+    shallow = config.num_serial_tokens or max(deepest // 2, 1)
     if verifies_chains:
         depths = sorted(range(1, deepest + 1), key=lambda depth: depth != own.tree_depth)
         return [replace(own, num_assistant_tokens=d, branching_factor=1, tree_depth=d) for d in depths]
     trees = [own, Tree(deepest, 1, deepest)]
-    if config.num_parallel_heads == 0:
+    if config.drafts_serially:
         for depth in sorted({min(depth, deepest) for depth in _SERIAL_DEPTHS}):
             trees += [Tree(depth, 1, depth), *(Tree(size, width, min(depth, size)) for size, width in _SHAPES)]
     else:
         for size, width in _SHAPES:
             trees += [Tree(size, width, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
-            # Without the parallel heads a cycle has one pass less.
             trees += [Tree(size, width, min(shallow, size))] if size <= _MAX_SHALLOW else []
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from ...files import MalformedRowError, parse_row
+from .datasets import MalformedRowError, parse_row
 
 
 # Who speaks, as datasets write it and as chat templates want it.

@@ -6,20 +6,48 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserFileNotFoundError, UserValueError
 from ...files import damaged_files_named
-from ...model.fingerprint import VOLATILE
 
 
+# Fields of a config that do not change what the model computes.
+VOLATILE = ("_name_or_path", "transformers_version", "use_cache")
 _DIGITS = 16
+# Values of each weight of a loaded model that are read, evenly spaced.
+_NUM_VALUES = 64
 # The files of a model, those of the newer format first: where they exist, the others are not read.
 _CONFIGS = ["config.json", "adapter_config.json"]
 _WEIGHTS = [["model*.safetensors", "adapter_model.safetensors"], ["pytorch_model*.bin", "adapter_model.bin"]]
 # Bytes of a tensor that are read, in pieces that are evenly spaced. Training changes nearly all values.
 _NUM_PIECES, _PIECE_BYTES = 8, 8
+
+
+@torch.no_grad()
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """
+    Returns a fingerprint of a model's architecture and weights. It reads some dozens of values of each parameter:
+    training changes them all, and reading all takes minutes. Offloaded parameters count by name and shape alone.
+    """
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in VOLATILE}
+    digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    digest.update(str(adapters_of(model)).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            values = parameter.detach().flatten()
+            values = values[:: max(values.numel() // _NUM_VALUES, 1)].cpu()
+            digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapters_of(model: PreTrainedModel) -> list[str]:
+    """Returns which adapters of PEFT a model's layers run, have merged, or have disabled: each combination once."""
+    layers = (module for module in model.modules() if "merged_adapters" in vars(module))
+    return sorted({f"{layer.active_adapters} {layer.merged_adapters} {layer.disable_adapters}" for layer in layers})
 
 
 def checkpoint_fingerprint(name: str | Path) -> str:

@@ -11,9 +11,9 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import JSON_LINE, MalformedRowError
-from ...model.open_text import with_template_kwargs
 from .conversations import read_row
+from .datasets import JSON_LINE, MalformedRowError
+from .open_text import with_template_kwargs
 from .rendering import Renderer, counting_states
 
 

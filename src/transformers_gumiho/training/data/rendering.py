@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import MalformedRowError
-from ...model.open_text import count_closing_tokens, encode_open_text
 from .conversations import REASONING, Example
+from .datasets import MalformedRowError
+from .open_text import count_closing_tokens, encode_open_text
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -13,8 +13,8 @@ from transformers.integrations import get_available_reporting_integrations
 from ... import commands
 from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
-from ...model.open_text import parse_template_kwargs
 from .. import GumihoTrainingArguments, Sampling
+from ..data.open_text import parse_template_kwargs
 from .recipes import RECIPES
 
 
@@ -101,6 +101,8 @@ class RecipeArguments(WritingArguments):
     recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
+    force: bool = option("Continue with options that differ from those that a result was begun with.", False)
+    yes: bool = option("Delete what --restart names without asking.", False)
     config: Path | None = option("File with defaults, in the form of the package's `training/recipe/defaults.yaml`.")
     plan: bool = option("Print the plan (disk and memory) and stop.", False)
     ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
@@ -111,15 +113,13 @@ class RecipeArguments(WritingArguments):
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_batch_tokens: int = option("Tokens that the target reads at a time.", 2048, at_least=1)
-    tokens_per_step: int | None = option("Mean tokens of a step of all processes; sets the rows per step.", at_least=1)
     features_dtype: str = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.", at_least=1)
     num_eval_rows: float = option(
         "Rows to hold out for evaluation, at most a tenth of the data; or below 1, the share of them.", 128, at_least=0
     )
-    drafter: str | None = option("Continue training this drafter.")
+    drafter: str | None = option("Continue training this drafter; `mtp`: the MTP layer of the target.")
     num_parallel_heads: int | None = option(
         "Parallel heads (default: `--drafter`'s, or 5); an EAGLE head gets them.", at_least=1
     )
@@ -225,8 +225,8 @@ HELP = {
     "target and data": [
         "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
         "chat_template_kwargs",
-        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "config",
-        "plan", "ignore_plan", "num_proc",
+        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "yes", "force",
+        "config", "plan", "ignore_plan", "num_proc",
     ],
     "answers of the target": [
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
@@ -236,8 +236,8 @@ HELP = {
         "linear_start", "draft_vocabulary_size",
     ],
     "training": [
-        "num_train_epochs", "learning_rate", "warmup_steps", "per_device_train_batch_size", "tokens_per_step",
-        "muon", "packing", "cache_features", "features_dtype", "features_batch_tokens",
+        "num_train_epochs", "learning_rate", "warmup_steps", "tokens_per_step", "tokens_per_pass",
+        "per_device_train_batch_size", "muon", "packing", "cache_features", "features_dtype",
         "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
     ],
     "loss": [

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from huggingface_hub import HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
-from ...files import sole_writer
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from .. import GumihoTrainingArguments
+from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
-from .defaults import device_defaults
+from .defaults import device_defaults, learning_rates
 from .idle_options import check_idle
 from .recipes import RECIPES
 from .stages import Measures, Run
@@ -42,6 +44,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     """
     args, training_args = _parse(words, {})
     check_idle("train", args, words)
+    if args.drafter == OWN_MTP_LAYERS:
+        args.drafter = _own_layers_of(args.target)
     args.check()
     if args.packing is None:
         args.packing = RECIPES[args.recipe].packing
@@ -54,7 +58,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
     make_folder(folder / "work")
-    run = Run(args, phases, folder, measures)
+    run = Run(args, phases, folder, measures, partial(learning_rates, words))
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
     with full_disk_told(folder), alone:
         if args.restart is not None and not args.plan:
@@ -62,10 +66,21 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
         if args.plan or not run.has_begun:
             run.plan()
         if not args.plan:
-            run.run()
+            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+                run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)
     PartialState().destroy_process_group()  # of several processes, of which one would complain otherwise
+
+
+def _own_layers_of(target: str | None) -> str:
+    """Returns the name of a drafter for `--drafter mtp`: the target's."""
+    if target is None or not has_mtp_layers(target, {}):
+        raise UserValueError(
+            f"--drafter mtp trains the MTP layer in the target's checkpoint, and {target!r} has none. Give a target "
+            f"that has one, or the original model of this target as --drafter."
+        )
+    return target
 
 
 def phases_of(
@@ -84,7 +99,8 @@ def phases_of(
             # New heads learn as in the recipe's phase for them.
             options = next((found for found in phases.values() if found.get("train_only") == part), {})
         phases = {"train": options}
-    order = {} if args.packing else {"train_sampling_strategy": "group_by_length"}
+    by_rows = training_args.tokens_per_step is None and not args.packing
+    order = {"train_sampling_strategy": "group_by_length"} if by_rows else {}
     found = {}
     for name, options in phases.items():
         folder = str(Path(training_args.output_dir) / "work" / name)

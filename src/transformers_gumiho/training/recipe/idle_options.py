@@ -37,21 +37,13 @@ IDLE = {
     "train": [
         _Idle(
             f"data data_split num_rows num_prompts openings max_prompt_tokens regenerate {_ANSWERS} chat_template "
-            "chat_template_kwargs max_length num_proc target_dtype device_map cache_features features_dtype "
-            "features_batch_tokens",
+            "chat_template_kwargs max_length num_proc target_dtype device_map cache_features features_dtype",
             "with --features, which holds prepared data", lambda args: args.features is not None,
         ),
         _Idle(_ANSWERS, "with --regenerate false, which keeps the data's answers", lambda args: not args.regenerate),
         _Idle("regenerate", "with --data none, which has no answers", lambda a: a.writes_prompts and not a.regenerate),
         *_OF_BOTH,
-        _Idle(
-            "features_dtype features_batch_tokens", "with --cache_features false",
-            lambda args: args.cache_features == "false",
-        ),
-        _Idle(
-            "per_device_train_batch_size", "with --tokens_per_step, which sets it",
-            lambda args: args.tokens_per_step is not None,
-        ),
+        _Idle("features_dtype", "with --cache_features false", lambda args: args.cache_features == "false"),
         _Idle("num_acceptance_prompts", "with --num_eval_rows 0", lambda args: not args.num_eval_rows),
         _Idle("acceptance_max_new_tokens", "without --num_acceptance_prompts", lambda a: not a.num_acceptance_prompts),
         _Idle("restart", "with --plan, which starts nothing", lambda args: args.plan),

@@ -15,7 +15,7 @@ from ...model.configuration_gumiho import GumihoConfig
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
 from .. import GumihoTrainingArguments
-from ..feature_extraction import state_bytes
+from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .arguments import RecipeArguments
 
 
@@ -62,7 +62,7 @@ def estimate(
     # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
     static = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width * dtype.itemsize
     split = first.world_size if first.fsdp or first.deepspeed else 1
-    step = args.tokens_per_step / first.world_size if args.tokens_per_step else first.train_batch_size * row_length
+    step = (first.tokens_per_step and first.pass_budget) or first.train_batch_size * row_length
     vocabulary = first.draft_vocabulary_size or config.vocab_size
     loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * step * width
     is_online = args.features is None and args.cache_features == "false"
@@ -74,13 +74,13 @@ def estimate(
         ),
         "features": Needs(
             states * num_tokens,
-            weights + _KEPT_STATES * dtype.itemsize * args.features_batch_tokens * width,
-            "--device_map auto, or a smaller --features_batch_tokens",
+            weights + _KEPT_STATES * dtype.itemsize * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width,
+            "--device_map auto, or a smaller --tokens_per_pass",
         ),
         "train": Needs(
             len(phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size) + 2 * size,
             static / split + loss + (weights if is_online else 0),
-            "a smaller --tokens_per_step, --per_device_train_batch_size or --loss_chunk_size, or splitting the "
+            "a smaller --tokens_per_pass, --per_device_train_batch_size or --loss_chunk_size, or splitting the "
             "drafter (examples/accelerate/fsdp.yaml)",
         ),
         "tune": Needs(0, weights + dtype.itemsize * size, "--device_map auto"),

@@ -13,21 +13,17 @@ _FIRST_LINE = 60  # seconds after which the rate is shown, however rarely someth
 
 
 class Progress(TrainerCallback):
-    """
-    Prints the progress of a phase, of this name and place, e.g. `serial 1/2`, whose steps have `tokens_per_step` over
-    all processes, on average; `None` if that is unknown.
-    """
+    """Prints the progress of a phase, of this name and place, e.g. `serial 1/2`."""
 
-    def __init__(self, phase: str, tokens_per_step: float | None):
-        self.phase, self.tokens_per_step = phase, tokens_per_step
+    def __init__(self, phase: str):
+        self.phase = phase
         self.trainer: Any = None
         self._shown = ""  # of the newest evaluation
-        self._best, self._begin, self._first_step, self._is_silent = 0.0, 0.0, sys.maxsize, True
+        self._begin, self._first_step, self._is_silent = 0.0, sys.maxsize, True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins to measure."""
         self._begin, self._first_step = time.perf_counter(), state.global_step
-        self._best = state.best_metric or 0.0
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the rate of the first minute."""
@@ -40,8 +36,9 @@ class Progress(TrainerCallback):
         if length is not None:
             drafts = [f"{metrics[name]:.0%}" for name in sorted(metrics) if name.startswith("eval_agreement_")][:3]
             self._shown = f"  agreement {' '.join(drafts)}, expected {length:.2f} tokens per pass"
-            self._shown += " (best)" if length >= self._best else f" (best: {self._best:.2f})"
-            self._best = max(self._best, length)
+            self._shown += _place_of(metrics, args, state)
+            if state.global_step == 0 and state.is_world_process_zero:
+                tqdm.write(f"{self.phase}  begins with{self._shown}")
             self._print(state)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any, **kwargs: Any) -> None:
@@ -54,7 +51,8 @@ class Progress(TrainerCallback):
         if not state.is_world_process_zero or done <= 0:
             return
         self._is_silent = False
-        rate = f"  {self.tokens_per_step * done / seconds:,.0f} tokens/s" if self.tokens_per_step else ""
+        # Those of this process stand for those of the others.
+        rate = f"  {self.trainer.num_tokens * self.trainer.args.world_size / seconds:,.0f} tokens/s"
         left = (state.max_steps - state.global_step) * seconds / done
         remaining = f"{left / 3600:.1f} h left" if left >= 3600 else f"{left / 60:.0f} min left"
         line = f"{self.phase}  step {state.global_step}/{state.max_steps}{rate}{loss}{self._shown}  {remaining}"
@@ -62,6 +60,16 @@ class Progress(TrainerCallback):
         if waiting > 0.2:  # otherwise the steps themselves take the time
             line += f"  {waiting:.0%} waiting for data: raise --dataloader_num_workers"
         tqdm.write(line)
+
+
+def _place_of(metrics: dict[str, float], args: Any, state: TrainerState) -> str:
+    """Returns whether the newest evaluation is the best one, or else how good that is; empty where none is kept."""
+    name, best = args.metric_for_best_model, state.best_metric
+    if name is None or state.global_step == 0:
+        return ""
+    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    is_best = best is None or (value > best if args.greater_is_better else value < best)
+    return " (best)" if is_best else f" (best: {best:.2f})"
 
 
 class Bar(ProgressCallback):

@@ -1,12 +1,10 @@
 """What the results of a run were made from: the options and contents that decide them, by stage and phase."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...files import Record
 from ...model.configuration_gumiho import GumihoConfig
 from .. import GumihoTrainingArguments
 from ..data.fingerprint import (
@@ -15,28 +13,24 @@ from ..data.fingerprint import (
     file_fingerprint,
     tokenizer_fingerprints,
 )
+from ..data.run_files import Record
 from ..feature_cache import MADE_FROM
 from ..writing.local import own_settings
-from .arguments import RecipeArguments, WritingArguments
+from .arguments import RecipeArguments
 from .writing import generation_config
 
 
-# Options of writing that do not change what is written, or whose content is recorded.
-_CONTENTS = {
-    "target", "data", "data_split", "num_rows", "chat_template", "openings", "endpoint", "concurrency", "device_map",
-}  # fmt: skip
-# Training arguments that cannot change the drafter: logging, saving, evaluating, loading, the Hub, devices. What is
-# not named here is recorded, so that an option of a later release is not ignored.
-_NO_PART = re.compile(
-    r"(log|logging|save|eval|hub|ddp|fsdp|deepspeed|torch_compile|torchdynamo|trackio|include|do)(_.*)?"
-    r"|dataloader_(?!drop_last).*"
-    r"|output_dir|push_to_hub.*|report_to|run_name|project|disable_tqdm|use_cpu|local_rank|accelerator_config"
-    r"|parallelism_config|per_device.*|gradient_accumulation_steps|gradient_checkpointing.*|max_steps"
-    r"|num_train_epochs|resume_from_checkpoint|metric_for_best_model|greater_is_better"
-    r"|batch_eval_metrics|prediction_loss_only|skip_memory_metrics|torch_empty_cache_steps|auto_find_batch_size"
-    r"|average_tokens_across_devices|ignore_data_skip|restore_callback_states_from_checkpoint|debug"
-    r"|enable_jit_checkpoint|loss_chunk_size|acceptance_max_new_tokens|length_column_name"
-)
+# What locks a result that is not finished: another value would be another drafter. All else may change: batch sizes of
+# writing, the engine, devices, logging, saving.
+_LOCKS_ANSWERS = ("target_dtype", "chat_template_kwargs", "max_prompt_tokens", "max_new_tokens", "max_length")
+_LOCKS_DRAFTER = (
+    "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
+    "parallel_weight", "feature_noise", "unroll_serial_head", "linear_start", "train_only", "assistant_only_loss",
+    "draft_vocabulary_size", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
+    "optim_target_modules", "muon", "neftune_noise_alpha", "seed", "data_seed", "train_sampling_strategy",
+    "dataloader_drop_last", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+)  # fmt: skip
 
 
 def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
@@ -46,19 +40,20 @@ def target_contents(args: RecipeArguments, tokenizer: Any) -> dict[str, Any]:
 
 
 def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int) -> dict[str, Any]:
-    """Returns what answers are made from: the target, of one behind a server its name, options, and questions."""
-    options = {item.name: getattr(args, item.name) for item in fields(WritingArguments) if item.name not in _CONTENTS}
+    """Returns what answers are made from: options, the target's own settings, and the questions."""
     own = generation_config(args)
-    contents: dict[str, Any] = {"sampling": asdict(args.sampling(own))}
-    if args.endpoint is None:
-        contents["generation_config"] = own_settings(own)
-    else:
-        contents["target"] = str(args.endpoint_model or args.target)
-    contents |= {
-        "data": None if rows is None else conversations_fingerprint(rows),
-        "openings": None if args.openings is None else file_fingerprint(args.openings),
-    }
-    return options | contents | tokenizer_fingerprints(tokenizer) | {"seed": seed, "max_length": args.max_length}
+    return (
+        {name: getattr(args, name) for name in _LOCKS_ANSWERS}
+        | {
+            "sampling": asdict(args.sampling(own)),
+            "generation_config": own_settings(own),
+            "data": None if rows is None else conversations_fingerprint(rows),
+            "num_prompts": args.num_prompts if rows is None else None,
+            "openings": None if args.openings is None else file_fingerprint(args.openings),
+            "seed": seed,
+        }
+        | tokenizer_fingerprints(tokenizer)
+    )
 
 
 def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) -> dict[str, Any]:
@@ -87,12 +82,10 @@ def training_contents(
 ) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     values = training_args.to_dict()
-    options = {name: value for name, value in values.items() if not _NO_PART.fullmatch(name)}
-    if training_args.load_best_model_at_end:  # these choose the drafter
-        names = ("metric_for_best_model", "greater_is_better", "eval_strategy", "save_strategy")
-        options |= {name: values[name] for name in names}
-    return options | {
-        "rows_per_step": training_args.rows_per_step,
+    return {name: values[name] for name in _LOCKS_DRAFTER} | {
+        "precision": training_args.mixed_precision,  # the launcher's, too
+        "tokens_per_step": training_args.tokens_per_step,
+        "rows_per_step": training_args.rows_per_step if training_args.tokens_per_step is None else None,
         "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -15,10 +16,9 @@ from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import Record, damaged_files_named
+from ...files import damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.open_text import encode_turn
-from ...model.target_shape import TargetLayers
+from ...model.target_shape import TargetLayers, state_width
 from .. import (
     CachedFeatures,
     GumihoTrainingArguments,
@@ -29,7 +29,9 @@ from .. import (
 )
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..data.open_text import encode_turn
 from ..data.preparation import split_rows
+from ..data.run_files import Record
 from ..feature_cache import (
     MADE_FROM,
     MANIFEST,
@@ -39,6 +41,7 @@ from ..feature_cache import (
     layer_fields,
     row_lengths,
 )
+from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
@@ -83,11 +86,18 @@ class Run:
         phases: Training arguments by the name of the phase.
         folder: Receives the drafter.
         measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+        rates: Gives learning rates by what is trained, for a width of the target; none where those of `phases` hold.
     """
 
     def __init__(
-        self, args: RecipeArguments, phases: dict[str, GumihoTrainingArguments], folder: Path, measures: Measures
+        self,
+        args: RecipeArguments,
+        phases: dict[str, GumihoTrainingArguments],
+        folder: Path,
+        measures: Measures,
+        rates: Callable[[int], dict[str, float]] = lambda width: {},
     ):
+        self.rates = rates
         self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
         self.measures = measures
         self.training_args = next(iter(phases.values()))
@@ -164,21 +174,33 @@ class Run:
         return rows
 
     def forget(self, stage: str) -> None:
-        """Removes the results of a stage, or of a phase of the training, and of those after it."""
+        """
+        Removes the results of a stage, or of a phase of the training, and of those after it. It says what it deletes,
+        and asks, unless `--yes` is given; raises `ValueError` where nobody can be asked.
+        """
         order = [*dict.fromkeys(["write", "features", "train", *self.phases, "tune", "evaluate"])]
         if stage not in order:
             raise UserValueError(f"--restart must be one of {', '.join(order)}, got {stage!r}.")
-        if self.is_main:
-            for later in order[order.index(stage) :]:
-                shutil.rmtree(self.work / later, ignore_errors=True)
-            if stage == "write":
-                for path in self.work.glob("answers*"):
-                    path.unlink()
-            if stage in ("write", "features"):
-                shutil.rmtree(self.work / "held_out", ignore_errors=True)
-                (self.work / MADE_FROM).unlink(missing_ok=True)
+        names = order[order.index(stage) :]
+        names += ["answers*"] * (stage == "write") + ["held_out", MADE_FROM] * (stage in ("write", "features"))
+        found = [path for name in names for path in sorted(self.work.glob(name))]
+        if found and not self.args.yes:
+            self._ask_before_deleting(found)
+        for path in found if self.is_main else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         PartialState().wait_for_everyone()
         self.has_begun = (self.work / MADE_FROM).exists()
+
+    def _ask_before_deleting(self, found: list[Path]) -> None:
+        listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
+        what = f"--restart {self.args.restart} deletes {listed}"
+        if self.training_args.world_size > 1 or not sys.stdin.isatty():
+            raise UserValueError(f"{what}. Give --yes to delete them, or leave --restart out to continue.")
+        if input(f"{what}. Delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise UserValueError("Nothing was deleted. Leave --restart out to continue.")
 
     def plan(self) -> None:
         """
@@ -187,7 +209,7 @@ class Run:
         """
         args, phases = self.args, list(self.phases.values())
         num_rows, length = self._size_of_data()
-        self._limit_vocabulary()
+        self._fit_to_target()
         measures = self.target_config, self.drafter_config, num_rows, length
         needs = estimate(args, phases, *measures)
         if args.cache_features == "auto" and args.features is None:
@@ -205,12 +227,18 @@ class Run:
         if not args.ignore_plan:
             check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
 
-    def _limit_vocabulary(self) -> None:
-        """Gives a new drafter the recipe's share of the target's tokens, where the user gives no number."""
+    def _fit_to_target(self) -> None:
+        """Gives phases what the target decides: the learning rate, and a new drafter's share of the tokens."""
+        config = self.target_config.get_text_config(decoder=True)
+        rates = self.rates(state_width(config))
         share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
         for phase in self.phases.values():
+            if rates:
+                has_heads_alone = phase.train_only in ("parallel", "transition")
+                kind = "heads" if has_heads_alone else "new" if self.args.drafter is None else "further"
+                phase.learning_rate = rates[kind]
             if share < 1 and phase.draft_vocabulary_size is None:
-                phase.draft_vocabulary_size = int(self.target_config.get_text_config(decoder=True).vocab_size * share)
+                phase.draft_vocabulary_size = int(config.vocab_size * share)
 
     def _size_of_data(self) -> tuple[int, float]:
         """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
@@ -287,6 +315,7 @@ class Run:
 
         def extract() -> None:
             tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+            num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
             with self.training_args.main_process_first(desc="preparing the data"):
                 evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
                 learned, report = prepared(args, tokenizer, self.target.config, trained)
@@ -298,7 +327,7 @@ class Run:
                 say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
                 write_feature_cache(
                     dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=self.layers, tokens_per_batch=args.features_batch_tokens,
+                    target_layer_ids=self.layers, tokens_per_batch=num_tokens,
                 )  # fmt: skip
 
         self._once("features", contents, extract, alone=False)
@@ -319,7 +348,7 @@ class Run:
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
-        self._limit_vocabulary()
+        self._fit_to_target()
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target
@@ -396,3 +425,9 @@ class Run:
         # A line of the answers for each row of the data, so the split is theirs.
         rows = load_conversations(str(self.answers)) if self.args.regenerate else self.rows
         return split_rows(rows, self.args.num_eval_rows, self.training_args.seed)
+
+
+def _bytes_of(path: Path) -> int:
+    """Returns the size of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

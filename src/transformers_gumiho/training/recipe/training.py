@@ -15,11 +15,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
 from ...commands import UserValueError, as_user_errors
-from ...files import Record, check_files
+from ...files import check_files, damaged_files_named
+from ...model.checkpoint_files import stored_dtype
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.loading import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
-from ...model.open_text import encode_turn, load_tokenizer
 from ...model.target_shape import resolve_layer_ids
 from .. import (
     CachedFeatures,
@@ -29,9 +28,13 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
+from ..checkpoints import has_weights
+from ..checks import check_is_trained_here
 from ..data.conversations import first_question
+from ..data.open_text import encode_turn, load_tokenizer
 from ..data.preparation import held_out_numbers
-from ..feature_cache import MADE_FROM, TARGET_FOLDER, row_lengths
+from ..data.run_files import Record, forced_differences
+from ..feature_cache import MADE_FROM, TARGET_FOLDER
 from .arguments import RecipeArguments
 from .progress import Bar, Progress
 from .recipes import RECIPES
@@ -78,7 +81,7 @@ class Training:
             contents = self.made_from | training_contents(args, training_args, start)
             is_longer = _is_longer(record, contents, training_args, name)
             PartialState().wait_for_everyone()
-            if record.is_finished and not is_longer:
+            if not is_longer and _is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
@@ -86,9 +89,8 @@ class Training:
                     record.write(contents | _length_of(training_args))
                     for later in list(phases)[number:]:  # they began with what this one was before
                         shutil.rmtree(work / later, ignore_errors=True)
+                trainer = None  # that of the phase before, whose memory this one needs
                 trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
-                if is_main:
-                    record.write(contents | _length_of(training_args), is_finished=True)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
         is_there = any(self.folder.glob("*model*.safetensors"))
@@ -119,6 +121,13 @@ class Training:
             if checkpoint:
                 say(f"{phase.split()[0]}: continues from {checkpoint}")
             trainer.train(resume_from_checkpoint=checkpoint)
+        if not _has_ended(trainer.state, training_args):
+            raise KeyboardInterrupt(
+                f"{phase}: stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Run the same "
+                f"command again: it continues here."
+            )
+        if trainer.state.best_global_step == 0:
+            say(f"{phase}: nothing was better than the drafter to begin with, which stays")
         trainer.save_model()  # the training's result is kept, whatever becomes of what follows
         trainer.save_state()
         trainer.accelerator.wait_for_everyone()
@@ -131,8 +140,7 @@ class Training:
         source = self.load_source()
         with unsplit_models(training_args):
             drafter = _make_drafter(self.args, start, self.fields, source, is_trained=state is not None)
-        lengths = row_lengths(self.data["train_dataset"])
-        progress = Progress(phase, sum(lengths) / len(lengths) * training_args.rows_per_step if lengths else None)
+        progress = Progress(phase)
         trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
         trainer.remove_callback(PrinterCallback)
         if trainer.pop_callback(ProgressCallback) is not None:
@@ -142,20 +150,17 @@ class Training:
         return trainer
 
     def _fit_to_data(self, planned: GumihoTrainingArguments) -> GumihoTrainingArguments:
-        """Returns a phase's arguments with as many rows in a batch as `--tokens_per_step` asks for."""
+        """Returns a phase's arguments, without evaluations where no rows are held out."""
+        rows_per_pass, num_rows = planned.world_size * planned.train_batch_size, len(self.data["train_dataset"])
+        if planned.dataloader_drop_last and planned.tokens_per_step is None and num_rows < rows_per_pass:
+            raise UserValueError(
+                f"--dataloader_drop_last drops all {num_rows} rows, as a batch has {rows_per_pass}. Leave it out, or "
+                f"lower --per_device_train_batch_size."
+            )
         changes: dict[str, Any] = {}
         if self.data["eval_dataset"] is None:
-            changes = {"eval_strategy": "no", "load_best_model_at_end": False}
-        lengths = row_lengths(self.data["train_dataset"])
-        if self.args.tokens_per_step is not None and lengths:
-            rows = self.args.tokens_per_step * len(lengths) / sum(lengths)
-            changes["per_device_train_batch_size"] = max(round(rows / planned.world_size), 1)
-        rows_per_pass = planned.world_size * changes.get("per_device_train_batch_size", planned.train_batch_size)
-        if planned.dataloader_drop_last and lengths and len(lengths) < rows_per_pass:
-            raise UserValueError(
-                f"--dataloader_drop_last drops all {len(lengths)} rows, as a batch has {rows_per_pass}. Leave it out, "
-                f"or lower --per_device_train_batch_size."
-            )
+            say("no held-out rows: the last checkpoint is the drafter, and no draft temperatures are fitted")
+            changes = {"eval_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
         # Made anew, as accelerate takes DeepSpeed's plug-in of the newest arguments alone.
         return replace(planned, **changes)
 
@@ -177,7 +182,10 @@ class Training:
         trainer.save_model(str(self.folder))
         training_args.output_dir = str(self.folder)  # where the card goes, which names the folder
         name, dataset = training_args.hub_model_id, None if args.writes_prompts else args.data
-        trainer.create_model_card(model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases)
+        forced = forced_differences(self.folder / "work")
+        trainer.create_model_card(
+            model_name=name, finetuned_from=args.target, dataset=dataset, phases=phases, forced=forced
+        )
 
 
 def _state_in(folder: str) -> TrainerState:
@@ -189,6 +197,15 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
     if training_args.max_steps > 0:
         return state.global_step >= training_args.max_steps
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
+
+
+def _is_there(training_args: GumihoTrainingArguments) -> bool:
+    """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
+    folder = Path(training_args.output_dir)
+    if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
+        return False
+    with damaged_files_named(folder):
+        return _has_ended(_state_in(str(folder)), training_args)
 
 
 def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
@@ -309,6 +326,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
         return RECIPES[args.recipe].config | given
     with as_user_errors():
         own = GumihoConfig.from_pretrained(args.drafter)
+        check_is_trained_here(own)
     if args.num_parallel_heads is None or own.num_parallel_heads:
         return given
     # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.

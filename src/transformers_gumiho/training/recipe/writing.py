@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from ...commands import as_user_errors
-from ...files import check_files, damaged_files_named, load_conversations, read_text
-from ...model import open_text
+from ...files import check_files, damaged_files_named, read_text
 from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
+from ..data import open_text
+from ..data.datasets import load_conversations
 from ..data.preparation import usable_rows
 from ..writing.row_file import Engine, processes
 from .arguments import WritingArguments

@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import MalformedRowError
-from ...model.open_text import with_template_kwargs
 from ..data.conversations import Example, first_question, read_row
+from ..data.datasets import MalformedRowError
 from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
+from ..data.open_text import with_template_kwargs
 from ..data.preparation import plain_rows
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Sampling, Task
@@ -86,7 +86,7 @@ def regenerate_dataset(
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
     dataset, renderer = plain_rows(dataset), Renderer(tokenizer)
     begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
-    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings) | {"batch_size": engine.batch_size}
+    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings)
 
     def begin(number: int) -> Task:
         return write_row(number, dataset[number], renderer, settings)

@@ -12,10 +12,9 @@ from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
 from ...generation.verification.placement import input_device
-from ...generation.verification.requirements import ONE_ROW_EACH
-from ...generation.verification.target_states import why_not_finite
 from ...internals import CACHE_NAME
-from ...model.fingerprint import VOLATILE, model_fingerprint
+from ..data.fingerprint import VOLATILE, model_fingerprint
+from ..data.target_runs import ONE_ROW_EACH, why_not_finite
 from .requests import Completion, Request, Sampling, Task
 
 

@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ...files import MalformedRowError
-from ...model.open_text import with_template_kwargs
+from ..data.datasets import MalformedRowError
 from ..data.fingerprint import tokenizer_fingerprints
+from ..data.open_text import with_template_kwargs
 from ..data.preparation import normalized
 from ..data.rendering import MARK, Renderer
 from .requests import Request, Sampling, Task

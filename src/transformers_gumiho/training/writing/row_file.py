@@ -16,7 +16,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from ...commands import UserValueError
-from ...files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
+from ..data.run_files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserOSError, UserValueError
-from ...files import MalformedRowError
+from ..data.datasets import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
 
@@ -80,8 +80,8 @@ class ServerEngine:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """What the texts depend on, of which only the target's name is known here."""
-        return {"target": self.model}
+        """What the texts depend on, of which only the target's name on the server is known here."""
+        return {"served_model": self.model}
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """

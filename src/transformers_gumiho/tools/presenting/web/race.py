@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ....commands import UserValueError
 from ....generation.verification.placement import input_device
 from ....model.modeling_gumiho import GumihoModel
-from ....model.open_text import encode_turn
+from ....training.data.open_text import encode_turn
 from ...pairs import use_options
 from ..answering import Answer, stream_answer
 from ..arguments import DemoArguments, GenerateArguments

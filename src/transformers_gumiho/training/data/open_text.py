@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..commands import UserValueError, as_user_errors
-from ..files import damaged_files_named, read_text
+from ...commands import UserValueError, as_user_errors
+from ...files import damaged_files_named, read_text
 
 
 def encode_open_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -53,7 +53,7 @@ def unroll_serial_head(
         `(B, max(T - S, 0), S * H)`.
     """
     num_tokens, serial_tokens = input_ids.shape[1], drafter.config.num_serial_tokens
-    checkpointing = drafter.training and any(layer.gradient_checkpointing for layer in drafter.layers)
+    checkpointing = drafter.training and any(layer.gradient_checkpointing for layer in drafter.serial_layers)
     cache = None if checkpointing else StepCache()
     mask, positions = attention_mask, position_ids
     if positions is None:

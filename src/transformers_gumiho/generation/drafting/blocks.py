@@ -1,0 +1,143 @@
+"""Drafting with a block drafter: one pass for all depths, of whose tokens the best combinations are the tree."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from ...model.decoding_settings import DraftingSettings
+from ...model.modeling_gumiho import GumihoModel
+from ..tree.draft_tree import DraftLevel, DraftTree, build_tree
+from .candidate_generator import GumihoCandidateGenerator
+from .transitions import condition
+
+
+class MarkovTransitions:
+    """
+    What the token above a draft adds to the draft's logit by the Markov head of DSpark, for the `K` tokens that may be
+    drafted, whose ids are `token_ids` `(K,)`. One head serves all depths.
+
+    At depth 1 the token above is known, so that its term is added for all tokens ([`of_roots`]). Below, it is added
+    for pairs of candidates alone ([`apply`]), as the transitions of parallel heads are.
+    """
+
+    def __init__(self, model: GumihoModel, token_ids: torch.Tensor | None):
+        head = model.markov_head
+        self._above, self._below = head.markov_w1.weight.detach(), head.markov_w2.weight.detach()
+        self._ids = self._rows = None if token_ids is None else token_ids.to(self._above.device)
+        if self._ids is not None and (scored := model.own_tokens()) is not None:
+            # Row i of `w2` is of the i-th token that the drafter's own head scores.
+            row_of = torch.zeros(len(self._above), dtype=torch.long, device=scored.device)
+            row_of[scored] = torch.arange(len(scored), device=scored.device)
+            self._rows = row_of[self._ids]
+
+    def of_roots(self, roots: torch.Tensor) -> torch.Tensor:
+        """Returns what token ids `(B, n)` add to the logits of the tokens below them, `(B, n, K)`."""
+        logits = linear(embedding(roots.to(self._above.device), self._above), self._below)
+        return logits if self._rows is None else logits.index_select(-1, self._rows)
+
+    def apply(
+        self, roots: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Returns the log-probabilities `(B, D, 1, M, M)` of candidates under each one of the depth above, as
+        [`DraftTransitions.apply`] does. Those of depth 1 have the term of the root, and are the same in every case.
+
+        Args:
+            roots: Not read.
+            tokens (`(B, D, 1, M)`): The candidates, as indices from 0 to `K - 1`.
+            log_probs (`(B, D, 1, M)`): What the block says of them.
+            scales (`(D, 1, 1, 1)`): Factors of the logits of each depth.
+        """
+        first = log_probs[:, :1, :, None].expand(-1, -1, -1, tokens.shape[3], -1)
+        candidates = tokens.to(self._above.device)
+        ids = candidates if self._ids is None else self._ids[candidates]
+        rows = candidates if self._rows is None else self._rows[candidates]
+        above, below = embedding(ids[:, :-1], self._above).float(), embedding(rows[:, 1:], self._below).float()
+        offsets = (above @ below.transpose(-1, -2)).to(log_probs.device) * scales[1:]
+        return torch.cat((first, condition(log_probs[:, 1:], offsets)), dim=1)
+
+
+class BlockCandidateGenerator(GumihoCandidateGenerator):
+    """
+    Makes the draft trees of a block drafter. What it shares with others, it inherits: pauses, prompt lookup, shapes,
+    scores and the recombination of tokens that one pass predicts, here with no serial tokens above them.
+
+    Its cache holds the target's states alone. They have keys and values, and no queries: reading the text is a product
+    for each layer. The entries of a block come after them, and are overwritten by the next ones.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        model, config = self.assistant_model, self.assistant_model.config
+        self._body: Any = model.serial_head
+        # For each layer whether it has a window, and whether it is causal within a block.
+        self._kinds = list(zip(config.attention_windows or (), config.attention_causal or (), strict=True))
+        # The first query may predict nothing.
+        num_queries = self.settings.tree_depth + (not config.sample_from_anchor)
+        self._in_block = torch.arange(num_queries, device=self.device)
+        if config.markov_rank:
+            self._transitions = MarkovTransitions(model, self.token_ids)
+
+    @staticmethod
+    def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
+        """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
+        return settings.longest_path + 1 + settings.tree_depth + 1
+
+    def _read_chunk(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds a part of the prompt to the cache: states that `read_target` has made, `(B, n, H)`."""
+        with self.around_pass():
+            self._body.write_context(self.assistant_model, target_states, position_ids, self.cache)
+        return target_states
+
+    def _run_committed(
+        self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds states of the target to the cache. Returns what they were made into, `(B, n, H)`."""
+        with self.around_pass():
+            context = self.assistant_model.read_target(target_states)
+            self._body.write_context(self.assistant_model, context, position_ids, self.cache)
+        return context
+
+    def _grow_tree(
+        self,
+        root_tokens: torch.Tensor,
+        feature: torch.Tensor,
+        position_ids: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> DraftTree:
+        """Drafts a tree under the newest tokens `root_tokens` `(B, 1)`, one position after `position_ids` `(B, 1)`."""
+        settings, depth = self.settings, self.settings.tree_depth
+        # 1. One pass predicts the tokens of all depths.
+        states = self._run_mask_tokens(root_tokens, position_ids + 1)[:, -depth:]
+        logits = self.score(states[:, :, None]).float()  # (B, D, 1, K)
+        roots = root_tokens.to(logits.device)
+        # 2. With a Markov head, that of depth 1 depends on the root.
+        if self._transitions is not None:
+            of_roots = self._transitions.of_roots(roots).to(logits.device).float()
+            logits = torch.cat((logits[:, :1] + of_roots[:, None], logits[:, 1:]), dim=1)
+        # 3. The best combinations of these tokens, all of them paths under the root.
+        nothing = torch.zeros_like(roots)
+        levels = self._recombine(DraftLevel(nothing, nothing.float(), nothing), logits, noise)
+        return build_tree(roots.squeeze(1), levels, settings.num_assistant_tokens, depth, self.token_ids)
+
+    def _run_mask_tokens(self, root_tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Runs a block of the newest tokens `(B, 1)` and mask tokens. Returns the states `(B, Q, H)` to be scored."""
+        model, offsets = self.assistant_model, self._in_block
+        batch_size, num_queries = len(root_tokens), len(offsets)
+        with self.around_pass():
+            block = self._body.embed_block(model, root_tokens, num_queries)
+        dtype = torch.bool if self._takes_boolean_masks else block.dtype
+        # Layers of one kind share a mask.
+        masks = {}
+        for window, is_causal in dict.fromkeys(self._kinds):
+            # A query sees the block before it, and that after it as far, unless its layer is causal.
+            reach = 0 if is_causal else (window or num_queries) - 1
+            visible = (offsets <= offsets[:, None] + reach).expand(batch_size, -1, -1)
+            depths = offsets.expand(batch_size, -1)
+            masks[window, is_causal] = self.cache.attention_mask(visible, depths, dtype, window)
+        features = self._run_serial_head(block, [masks[kind] for kind in self._kinds], position_ids + offsets)
+        self.cache.num_pending = 0
+        return model.predict(features)

@@ -1,0 +1,153 @@
+"""Reading the MTP layers of a target's checkpoint: only the files that hold them, and eight bits by their scales."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from ..commands import UserValueError
+from ..files import PLACES, damaged_files_named
+from ..internals import commit_of
+from .checkpoint_files import cached, tensor_files
+from .mtp_layouts import mtp_fields, mtp_names
+
+
+# Stands for the MTP layers in the checkpoint of the target itself.
+OWN_MTP_LAYERS = "mtp"
+# Rows of the layer's own output head that are compared with those of the target's.
+_HEAD_ROWS = 64
+# How the scales of a tensor in eight bits are called, after the tensor's name.
+_SCALES = ("_scale_inv", "_scale")
+# Scales of what layers compute. They are of no use for weights in 16 bits.
+_SCALES_OF_STATES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".output_scale")
+
+
+def has_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
+    """
+    Whether a folder or a name on the Hub is that of a target with MTP layers in its checkpoint. The arguments are as
+    for [`read_mtp_layers`]. Raises `ValueError` where they are not available here.
+    """
+    places = {name: options[name] for name in PLACES if options.get(name) is not None}
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name_or_path, **places)
+    except (OSError, ValueError, TypeError):  # there is no config, or this is no name
+        return False
+    return mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path) is not None
+
+
+def own_mtp_layers(target_config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    """
+    Returns the checkpoint that a target with this config was loaded from, and the arguments of `from_pretrained` with
+    which its MTP layers are read from there.
+
+    Raises:
+        ValueError: It has no MTP layers, or such that are not available here.
+    """
+    name, commit = target_config.name_or_path, commit_of(target_config)
+    options = {} if commit is None else {"revision": commit}
+    if not name or not has_mtp_layers(name, options):
+        raise UserValueError(
+            f"The target's checkpoint ({name!r}) has no MTP layers. They are often missing where a model was trained "
+            f"further, merged or quantized. Name the original model as the assistant instead: its layers serve this "
+            f"target, too. Of a target that was loaded with `subfolder` or `token`, load them with "
+            f"`GumihoModel.from_pretrained(name, subfolder=..., token=...)`."
+        )
+    return name, options
+
+
+def read_mtp_layers(
+    name_or_path: Any, options: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """
+    Reads the MTP layers of a target's checkpoint.
+
+    Args:
+        name_or_path: The target's folder, or its name on the Hub.
+        options: The arguments of `from_pretrained`.
+
+    Returns:
+        The tensors by the drafter's names, and the first rows `(n, H)` of an output head that the checkpoint has for
+        the layer; `None` without one.
+
+    Raises:
+        ValueError: The layers are packed, or lack scales.
+    """
+    places = {name: options[name] for name in PLACES if options.get(name) is not None}
+    fields, _ = PreTrainedConfig.get_config_dict(name_or_path, **places)
+    files = tensor_files(name_or_path, options)
+    own_names, own_head = mtp_names(fields, files)
+    tensors: dict[str, torch.Tensor] = {}
+    head_rows = None
+    with damaged_files_named(name_or_path, options):
+        for file in sorted({files[name] for name in own_names}):
+            with safe_open(cached(name_or_path, file, options), framework="pt") as stored:
+                names = [name for name in own_names if files[name] == file]
+                tensors |= {own_names[name]: stored.get_tensor(name) for name in names}
+        if own_head is not None:
+            with safe_open(cached(name_or_path, files[own_head], options), framework="pt") as stored:
+                head_rows = stored.get_slice(own_head)[:_HEAD_ROWS]
+    inner = fields.get("text_config")
+    quantization = fields.get("quantization_config") or (inner or {}).get("quantization_config") or {}
+    return dequantized(tensors, quantization, name_or_path), head_rows
+
+
+def dequantized(
+    tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any], name_or_path: Any
+) -> dict[str, torch.Tensor]:
+    """
+    Returns the tensors of a layer, those in eight bits times their scales, in bfloat16, as published tools make them.
+
+    Args:
+        tensors: The tensors by name, with the scales: one for a matrix, for each of its rows, or for each block.
+        quantization: The `quantization_config` of the target, with the size of blocks, `weight_block_size`.
+        name_or_path: The target's, for errors.
+
+    Raises:
+        ValueError: A tensor is packed, lacks its scales, or these do not fit it.
+    """
+    _refuse_packed(tensors, name_or_path)
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(_SCALES)}
+    found = {}
+    for name, tensor in tensors.items():
+        if name in scales or name.endswith(_SCALES_OF_STATES):
+            continue
+        scale = next((scales[name + end] for end in _SCALES if name + end in scales), None)
+        if scale is None and tensor.element_size() == 1:
+            raise UserValueError(f"The tensor {name!r} of the MTP layers of {str(name_or_path)!r} has no scales.")
+        found[name] = tensor if scale is None else _scaled(name, tensor, scale, quantization)
+    return found
+
+
+def _refuse_packed(tensors: Mapping[str, torch.Tensor], name_or_path: Any) -> None:
+    """Raises `ValueError` for tensors that hold several numbers in one."""
+    packed = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    if packed:
+        raise UserValueError(
+            f"The MTP layers of {str(name_or_path)!r} are quantized in a packed form ({packed[0]}), which is not "
+            f"available here. Name the original checkpoint instead, for example `assistant_model=<its name>`: its "
+            f"layers also serve a quantized target."
+        )
+
+
+def _scaled(name: str, tensor: torch.Tensor, scale: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
+    """Returns a tensor `(..., rows, columns)` times its scales."""
+    scale = scale.float()
+    if scale.numel() > 1 and scale.ndim < tensor.ndim:
+        scale = scale[..., None]  # one for each row
+    if scale.numel() > 1:
+        sizes = quantization.get("weight_block_size") or (None, None)
+        for dim, given in zip((-2, -1), sizes, strict=True):
+            number, blocks = tensor.shape[dim], scale.shape[dim]
+            if blocks in (1, number):  # one for all, or each its own
+                continue
+            size = given or number // blocks
+            if -(-number // size) != blocks:
+                raise UserValueError(
+                    f"The scales of {name!r} are for {blocks} blocks, which does not fit {number} numbers"
+                    f"{f' in blocks of {size}' if given else ''}. `weight_block_size` of the target's "
+                    f"`quantization_config` says how large blocks are."
+                )
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, number)
+    return (tensor.float() * scale).to(torch.bfloat16)

@@ -1,0 +1,335 @@
+"""
+The multi-token prediction (MTP) layers that targets ship: under which names, for which types of targets, and with
+which conventions. A drafter's config holds all that differs between them.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from ..commands import UserValueError
+
+
+logger = logging.get_logger(__name__)
+
+# Any number of further tokens is drafted from the head's own features. Acceptance falls with each, as the layer was
+# trained for one.
+_NUM_SERIAL_TOKENS, _TREE_DEPTH = 8, 3
+# Each node of a tree may run other experts of the target, so that a pass reads up to as many times their weights.
+_NODES_WITH_EXPERTS = {"1": 8, "4": 4, "8": 2}
+
+# What stands before the layers of a text model, alone or inside of another model.
+_ROOT = r"(?:model\.)?(?:language_model\.)?(?:model\.)?"
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """
+    The names of an MTP layer's tensors in a checkpoint, as patterns. `{n}` is the number of the target's own layers.
+
+    Attributes:
+        prefix: What all names begin with.
+        embedding_norm, state_norm, product, final_norm: What follows for the two norms before the product that makes
+            one state of an embedding and a state, for the product, and for the norm after the layer.
+        layer: What follows for the layer itself. The group `tail` is the name in the decoder's layer, `index` its
+            number if there may be several.
+        renamed: Parts of the layer that have other names in the decoder.
+    """
+
+    prefix: str
+    embedding_norm: str = "enorm"
+    state_norm: str = "hnorm"
+    product: str = "eh_proj"
+    final_norm: str = "final_layernorm"
+    layer: str = "(?P<tail>.+)"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def drafter_names(self, names: Iterable[str], num_layers: int) -> dict[str, str]:
+        """Returns the drafter's names of those tensors of a checkpoint that are an MTP layer's, by their own names."""
+        parts = {
+            "enorm": self.embedding_norm, "hnorm": self.state_norm, "fc": self.product, "norm": self.final_norm,
+        }  # fmt: skip
+        beside = "|".join(rf"(?P<{part}>{pattern})(?P<{part}_end>\..+)" for part, pattern in parts.items())
+        prefix = _ROOT + self.prefix.replace("{n}", str(num_layers))
+        pattern = re.compile(rf"{prefix}(?:{beside}|{self.layer})")
+        found = {}
+        for name in names:
+            if (match := pattern.fullmatch(name)) is None:
+                continue
+            groups = match.groupdict()
+            part = next((part for part in parts if groups[part]), None)
+            if part is not None:
+                found[name] = part + groups[f"{part}_end"]
+                continue
+            first, dot, rest = groups["tail"].partition(".")
+            found[name] = f"decoder.layers.{groups.get('index') or 0}.{self.renamed.get(first, first)}{dot}{rest}"
+        return found
+
+
+AFTER_THE_LAYERS = MtpLayout(
+    r"layers\.{n}\.",
+    final_norm=r"shared_head\.norm|final_layernorm",
+    layer=r"(?P<tail>(?!shared_head\.|embed_tokens\.|word_embeddings\.).+)",
+)
+BESIDE_THE_MODEL = MtpLayout(
+    r"mtp\.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", r"layers\.0\.(?P<tail>.+)"
+)
+IN_A_LIST = MtpLayout(r"mtp\.layers\.0\.", renamed={"pre_mlp_layernorm": "post_attention_layernorm"})
+BY_PARTS = MtpLayout(r"mtp_", r"emb_norm\.0", r"hidden_norm\.0", r"linear_proj\.0", "(?!)", r"block\.0\.(?P<tail>.+)")
+BY_BLOCKS = MtpLayout(
+    r"mtp\.",
+    r"layers\.0\.enorm",
+    r"layers\.0\.hnorm",
+    r"layers\.0\.eh_proj",
+    final_norm=r"layers\.\d+\.final_layernorm",
+    layer=r"layers\.(?P<index>\d+)\.(?P<tail>.+)",
+)
+
+# An output head that a checkpoint has for its MTP layer.
+_OWN_HEAD = _ROOT + r"(?:layers\.{n}\.|mtp\.(?:layers\.0\.)?)(?:shared_head\.(?:head|output)|lm_head)\.weight"
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """
+    The MTP layers of one type of targets.
+
+    Attributes:
+        layout: The names of their tensors.
+        fields: Returns the fields, for the target's text config, of a model that has the first MTP layer alone.
+        state_first: Whether the product takes the state before the embedding.
+        reads_normed: Whether the layer reads the target's last state after its final norm.
+        feeds_normed: Whether the state that the layer reads in place of the target's is the one after its own norm.
+        final_norm: Whether there is a norm between the layer and the output head.
+    """
+
+    layout: MtpLayout
+    fields: Callable[[PreTrainedConfig], dict[str, Any]]
+    state_first: bool = False
+    reads_normed: bool = True
+    feeds_normed: bool = True
+    final_norm: bool = True
+
+
+def _with(**fields: Any) -> Callable[[PreTrainedConfig], dict[str, Any]]:
+    return lambda config: fields
+
+
+def _of_mellum(config: PreTrainedConfig) -> dict[str, Any]:
+    attention, mlp = config.mtp_layer_types, config.mtp_mlp_layer_types
+    return {
+        "layer_types": list(attention or ["sliding_attention"])[:1],
+        "mlp_layer_types": list(mlp or ["sparse"])[:1],
+    }
+
+
+def _of_exaone(config: PreTrainedConfig) -> dict[str, Any]:
+    kinds = getattr(config, "mtp_layer_types", None) or config.layer_types
+    windows = getattr(config, "mtp_sliding_windows", None) or [config.sliding_window]
+    # In a model with windows, layers without one have no rotary embedding. This layer always has.
+    window = windows[0] or config.sliding_window if kinds[0] == "sliding_attention" else None
+    return {"layer_types": kinds[:1], "mlp_layer_types": ["dense"], "sliding_window": window}
+
+
+def _of_nemotron(config: PreTrainedConfig) -> dict[str, Any]:
+    kinds = list(config.mtp_layers_block_type)
+    return {"layers_block_type": kinds, "num_hidden_layers": len(kinds), "num_nextn_predict_layers": 0}
+
+
+_ALL_SPARSE = _with(first_k_dense_replace=0)
+_SPARSE = _with(mlp_layer_types=["sparse"])
+_FULL_ATTENTION = _with(layer_types=["full_attention"])
+
+# By the type of the target's text config.
+FAMILIES = {
+    "deepseek_v3": MtpFamily(AFTER_THE_LAYERS, _ALL_SPARSE),
+    "glm4_moe": MtpFamily(AFTER_THE_LAYERS, _ALL_SPARSE),
+    "glm4_moe_lite": MtpFamily(AFTER_THE_LAYERS, _SPARSE),
+    "hy_v3": MtpFamily(AFTER_THE_LAYERS, _SPARSE),
+    "bailing_hybrid": MtpFamily(
+        AFTER_THE_LAYERS, _with(layer_types=["full_attention"], mlp_layer_types=["sparse"], first_k_dense_replace=0)
+    ),
+    "qwen3_next": MtpFamily(
+        BESIDE_THE_MODEL, _with(layer_types=["full_attention"], mlp_only_layers=[], decoder_sparse_step=1)
+    ),
+    "qwen3_5_text": MtpFamily(BESIDE_THE_MODEL, _FULL_ATTENTION),
+    "qwen3_5_moe_text": MtpFamily(BESIDE_THE_MODEL, _FULL_ATTENTION),
+    "mellum": MtpFamily(BESIDE_THE_MODEL, _of_mellum),
+    "exaone_moe": MtpFamily(BESIDE_THE_MODEL, _of_exaone),
+    # Three layers, of which each reads the target's state. The first one drafts.
+    "mimo_v2_flash": MtpFamily(
+        IN_A_LIST,
+        _with(layer_types=["sliding_attention"], mlp_layer_types=["dense"]),
+        reads_normed=False,
+        feeds_normed=False,
+    ),
+    "ernie4_5_moe": MtpFamily(BY_PARTS, _with(moe_layer_start_index=1, moe_layer_end_index=1), final_norm=False),
+    "nemotron_h": MtpFamily(BY_BLOCKS, _of_nemotron),
+}
+_INDEXED = "choose the keys that they read by an index, which a draft tree's cache does not hold"
+_STREAMS = "read several residual streams"
+_CHAINED = "are a chain of several layers, each with parts of its own"
+_NOT_COMPARED = "were not compared with another implementation"
+# Why those of other types are not available.
+_REFUSED = {
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "minimax_m3": _INDEXED,
+    "minimax_m3_vl_text": _INDEXED,
+    "deepseek_v4": _STREAMS,
+    "qwen4_exp_text": _STREAMS,
+    "hy_v4": _STREAMS,
+    "inkling_text": _CHAINED,
+    "step3p7": _CHAINED,
+    "step3p7_text": _CHAINED,
+    "longcat_flash": "are of another class than the target's layers",
+    "dots3_note": _NOT_COMPARED,
+    "exaone4_5": _NOT_COMPARED,
+    "exaone4_5_text": _NOT_COMPARED,
+    "glm_ocr": "have multimodal positions",
+    "glm_ocr_text": "have multimodal positions",
+}
+# Names under which every known layout has an MTP layer.
+_ANY_LAYER = re.compile(r"(?:^|\.)mtp[._]|\.(?:eh_proj|enorm|hnorm)\.")
+
+
+def _may_have_layers(fields: Mapping[str, Any]) -> bool:
+    """Whether there may be MTP layers in the checkpoint of a model with this `config.json`, also refused ones."""
+    of_text = _text_fields(fields)
+    types = {fields.get("model_type"), of_text.get("model_type")}
+    if types & _REFUSED.keys():
+        return True
+    # The names under which transformers counts them.
+    counts = any(of_text.get(name) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+    return fields.get("model_type") in CONFIG_MAPPING and (counts or bool(types & FAMILIES.keys()))
+
+
+def mtp_fields(
+    fields: Mapping[str, Any], tensor_names: Callable[[], Iterable[str]], name_or_path: Any
+) -> dict[str, Any] | None:
+    """
+    Returns the fields of a `GumihoConfig` for the MTP layers of a target.
+
+    Args:
+        fields: The content of the target's `config.json`.
+        tensor_names: Returns the names of the tensors in its checkpoint. Called where these may have MTP layers.
+        name_or_path: The target's, for errors.
+
+    Returns:
+        The fields; `None` where the checkpoint has no MTP layers.
+
+    Raises:
+        ValueError: It has some that are not available here.
+    """
+    if not _may_have_layers(fields):
+        return None
+    model_type, names = str(_text_fields(fields).get("model_type")), list(tensor_names())
+    if reason := _REFUSED.get(model_type) or _REFUSED.get(fields["model_type"]):
+        if any(_ANY_LAYER.search(name) for name in names):
+            raise _refusal(name_or_path, f"those of the type {model_type!r} {reason}")
+        return None
+    config = AutoConfig.for_model(**fields).get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type) or _family_like(config, names, name_or_path)
+    own = {} if family is None else family.layout.drafter_names(names, config.num_hidden_layers)
+    if family is None or not own:
+        return None
+    if getattr(config, "mtp_use_dedicated_embeddings", False):
+        raise _refusal(name_or_path, "they have a token embedding of their own (`mtp_use_dedicated_embeddings`)")
+    of_layer, num_layers = _config_of_layer(config, family), _count_layers(names, config.num_hidden_layers)
+    if num_layers > of_layer.num_hidden_layers:
+        logger.warning_once(f"{str(name_or_path)!r} has {num_layers} MTP layers. The first one drafts all tokens.")
+    return {
+        "model_type": "gumiho",
+        "serial_head": "mtp",
+        "model": of_layer.to_dict(),
+        "num_serial_tokens": _NUM_SERIAL_TOKENS,
+        "num_parallel_heads": 0,
+        "gumiho_fc_bias": False,
+        "has_embedding": False,
+        "norm_output": family.feeds_normed,
+        "mtp_state_first": family.state_first,
+        "mtp_reads_normed": family.reads_normed,
+        "mtp_final_norm": family.final_norm,
+        "dtype": fields.get("dtype") or fields.get("torch_dtype") or config.dtype,
+        "converted_from": str(name_or_path),
+    }
+
+
+def mtp_names(fields: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, str], str | None]:
+    """
+    Returns the drafter's names of the tensors of an MTP layer by their names in the target's checkpoint, and the name
+    of an output head that the checkpoint has for the layer; `None` without one.
+
+    Args:
+        fields: The content of the target's `config.json`, for which [`mtp_fields`] returns some.
+        names: The names of the tensors in its checkpoint.
+    """
+    names, config = list(names), AutoConfig.for_model(**fields).get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type) or _family_like(config, names, None)
+    assert family is not None
+    head = re.compile(_OWN_HEAD.replace("{n}", str(config.num_hidden_layers)))
+    own_head = next((name for name in names if head.fullmatch(name)), None)
+    return family.layout.drafter_names(names, config.num_hidden_layers), own_head
+
+
+def mtp_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the decoding settings with which an MTP layer drafts, for the config of the layer."""
+    nodes = _NODES_WITH_EXPERTS if getattr(config, "num_experts_per_tok", None) else None
+    return {"tree_depth": _TREE_DEPTH, "num_assistant_tokens": nodes}
+
+
+def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the fields of the text model in those of a config."""
+    inner = fields.get("text_config")
+    return inner if isinstance(inner, dict) else fields
+
+
+def _family_like(config: PreTrainedConfig, names: Iterable[str], name_or_path: Any) -> MtpFamily | None:
+    """Returns how the MTP layers of a type without a line of its own can be read, if transformers describes them."""
+    try:
+        of_layers = config.get_mtp_config()
+    except (AttributeError, ValueError):  # it describes none
+        return None
+    fields = {
+        name: values[:1]
+        for name in ("layer_types", "mlp_layer_types")
+        if (values := getattr(of_layers, name, None)) is not None
+    }
+    if hasattr(of_layers, "first_k_dense_replace"):
+        fields["first_k_dense_replace"] = 0
+    for layout in (AFTER_THE_LAYERS, BESIDE_THE_MODEL):
+        found = layout.drafter_names(names, config.num_hidden_layers).values()
+        if {"fc.weight", "enorm.weight", "hnorm.weight", "norm.weight"} <= set(found):
+            if name_or_path is not None:
+                logger.warning_once(
+                    f"The MTP layer of {str(name_or_path)!r} is read as those of similar types. It was not tested for "
+                    f"the type {config.model_type!r}: if few of its tokens are accepted, it may be read wrongly."
+                )
+            return MtpFamily(layout, _with(**fields))
+    return None
+
+
+def _count_layers(names: Iterable[str], num_own: int) -> int:
+    """Returns how many MTP layers are in a checkpoint, for a target with this number of layers of its own."""
+    found = [match for name in names if (match := re.search(r"(?:^|\.)(mtp\.)?layers\.(\d+)\.", name))]
+    return len({match[2] for match in found if match[1] or int(match[2]) >= num_own})
+
+
+def _config_of_layer(config: PreTrainedConfig, family: MtpFamily) -> PreTrainedConfig:
+    """Returns the text config of a model that has the first MTP layer alone."""
+    fields = {"num_hidden_layers": 1, "tie_word_embeddings": False} | family.fields(config)
+    left_out = {"quantization_config", "per_layer_config", "architectures"}
+    kept = {name: value for name, value in config.to_dict().items() if name not in left_out}
+    return type(config).from_dict(kept | fields)
+
+
+def _refusal(name_or_path: Any, reason: str) -> UserValueError:
+    return UserValueError(
+        f"The MTP layers of {str(name_or_path)!r} are not available here: {reason}. Use a drafter that was trained "
+        f"for this target, or transformers' `generate(use_mtp=True)` if it knows the type."
+    )
