@@ -164,7 +164,8 @@ def read_prompt(
         session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
         can_rewind = keeps_cache and batch_size > 1
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind)
+        in_windows = None if shapes.are_fixed else num_nodes
+        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
