@@ -28,12 +28,12 @@ LOOKUP = {"prompt_lookup_num_tokens": 6}
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "zaya", "qwen3_5"])
 def test_the_target_runs_once_for_the_prompt_and_once_per_cycle(
     family: str, lengths: list[int], calls_of: Any
 ) -> None:
-    is_chain = family == "qwen3_5"
-    target = make_chain_target(family) if is_chain else make_target(family)
+    is_chain = family == "zaya"
+    target = make_chain_target(family) if family in ("zaya", "qwen3_5") else make_target(family)
     drafter = make_chain_drafter(target) if is_chain else make_drafter(target)
     arguments: dict[str, Any] = {**make_prompts(lengths), **GREEDY, "eos_token_id": [3, 6], "assistant_model": drafter}
     target.generate(**arguments)  # what is tried at the first call is not tried again

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState, dispatch_model
+from block import make_block_model
 from chains import make_chain_drafter, make_chain_target
 from pretend_device import PretendMachine, pretending
 from targets import make_drafter, make_pair, make_prompts, make_target
@@ -25,7 +26,7 @@ from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
-from transformers_gumiho.generation.verification.trial import _measured
+from transformers_gumiho.generation.verification.trial import _verdicts
 from transformers_gumiho.internals import experts_function
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
@@ -101,6 +102,19 @@ def test_generation_mixes_no_devices(placement: str, way: str) -> None:
         assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
 
 
+@pytest.mark.parametrize("placement", list(PLACEMENTS)[:3])
+@pytest.mark.parametrize("kwargs", [SAMPLED, GREEDY | STATIC], ids=["sampled", "static"])
+def test_block_drafters_mix_no_devices(kwargs: dict[str, Any], placement: str) -> None:
+    target = make_target(num_layers=3)
+    drafter = make_block_model(target)
+    drafter.generation_config.draft_vocabulary = [6, 1, 5, 2]
+    expected = generate(target, drafter, make_prompts([5, 2]), "cpu", **kwargs)
+    with pretending():
+        device = move(target, PLACEMENTS[placement][0])
+        drafter.to(PLACEMENTS[placement][1])
+        assert torch.equal(generate(target, drafter, make_prompts([5, 2]), device, **kwargs), expected)
+
+
 @pytest.mark.parametrize("branching_factor", [1, 4])
 def test_deterministic_algorithms(branching_factor: int) -> None:
     """PyTorch has none for some operations on an accelerator. Greedy decoding takes none of these."""
@@ -133,8 +147,8 @@ def test_a_drafter_is_placed_beside_the_head_of_a_split_target(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("placement", [place for place in PLACEMENTS.values() if isinstance(place[0], str)], ids=str)
-@pytest.mark.parametrize("family", ["lfm2", "bloom"])
-def test_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "bloom"])
+def test_recurrent_and_chain_targets_mix_no_devices(family: str, placement: tuple[str, str]) -> None:
     target = make_chain_target(family)
     drafter = make_chain_drafter(target)
     expected = generate(target, drafter, make_prompts([9, 4]), "cpu", **SAMPLED)
@@ -152,7 +166,7 @@ def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
     # The noise of a batch's coming draws is not known there.
     prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
     expected = generate(target, drafter, prompts, "cpu", **kwargs)
-    _measured.clear()  # a target that verifies chains is tried on this device, too
+    _verdicts.clear()  # a target that verifies chains is tried on this device, too
     with pretending():
         target.to("mps")
         drafter.to("mps")

@@ -1,4 +1,4 @@
-"""Tiny random targets that verify chains, and drafts for them that are accepted in part."""
+"""Tiny random targets with states, or that verify chains; and drafts for them that are accepted in part."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,16 +17,30 @@ from transformers_gumiho import GumihoModel
 _OF_THREE = partial(small_config, num_hidden_layers=3)
 _LINEAR = partial(_OF_THREE, layer_types=["linear_attention", "full_attention", "linear_attention"])
 
-CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+# Families whose states hold a tree: delta rules, with a decay for each head or channel, Mamba-2, short convolutions.
+RECURRENT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": partial(_LINEAR, "qwen3_next", num_experts=0, mlp_only_layers=[0, 1, 2]),
     "qwen3_5": partial(_LINEAR, "qwen3_5_text"),
-    "lfm2": partial(_OF_THREE, "lfm2", layer_types=["conv", "full_attention", "conv"]),
-    "falcon_h1": partial(_OF_THREE, "falcon_h1"),
+    "qwen3_5_moe": partial(_LINEAR, "qwen3_5_moe_text"),
+    "olmo_hybrid": partial(_LINEAR, "olmo_hybrid"),
+    "lara_mini": partial(small_config, "lara_mini"),
+    "kimi_linear": partial(small_config, "kimi_linear"),
+    "bailing_hybrid": partial(small_config, "bailing_hybrid"),
     "granite_hybrid": partial(
         _OF_THREE, "granitemoehybrid", layer_types=["mamba", "attention", "mamba"], num_local_experts=0
     ),
-    "olmo_hybrid": partial(_LINEAR, "olmo_hybrid"),
     "bamba": partial(_OF_THREE, "bamba", attn_layer_indices=[1]),
+    "falcon_h1": partial(_OF_THREE, "falcon_h1"),
+    "nemotron_h": partial(small_config, "nemotron_h", layers_block_type=["mamba", "attention", "mamba"]),
+    "zamba2": partial(small_config, "zamba2"),
+    "mamba2": partial(small_config, "mamba2", num_hidden_layers=2),
+    "lfm2": partial(_OF_THREE, "lfm2", layer_types=["conv", "full_attention", "conv"]),
+    "lfm2_moe": partial(small_config, "lfm2_moe"),
+    "lfm3": partial(small_config, "lfm3", layer_types=["conv", "full_attention", "conv", "sliding_attention"]),
+}  # fmt: skip
+
+CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "zaya": partial(small_config, "zaya"),
     "bloom": partial(small_config, "bloom", n_layer=3),
     "mpt": partial(small_config, "mpt", n_layers=3),
     "falcon_alibi": partial(_OF_THREE, "falcon", alibi=True, num_kv_heads=4, ffn_hidden_size=128),
@@ -43,7 +57,6 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         _OF_THREE, "llama4_text", attention_chunk_size=None, layer_types=3 * ["full_attention"],
         no_rope_layers=[1, 0, 1], floor_scale=5, attn_scale=0.8, num_local_experts=2, num_experts_per_tok=1,
     ),
-    "mamba2": partial(small_config, "mamba2", num_hidden_layers=2),
     # The states lie beside the layers of a cache of its own class.
     "minimax": lambda: minimax_config(["full_attention", "linear_attention", "full_attention"]),
     # The keys that each token attends to are chosen by an index.
@@ -62,8 +75,6 @@ def minimax_config(layer_types: list[str]) -> PreTrainedConfig:
 
 # Families whose pass over several tokens is not, in transformers, that over one after the other.
 INEXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    # Only the pass over several tokens bounds the time step from below (`time_step_min`).
-    "nemotron_h": partial(small_config, "nemotron_h", layers_block_type=["mamba", "attention", "mamba"]),
     # The pass over several tokens begins with an empty state.
     "jamba": partial(_OF_THREE, "jamba", num_experts=1, num_experts_per_tok=1),
     "mamba": partial(small_config, "mamba", num_hidden_layers=2),
@@ -92,7 +103,7 @@ BARE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
-    config = (CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES | BARE_FAMILIES)[family]()
+    config = (RECURRENT_FAMILIES | CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES | BARE_FAMILIES)[family]()
     # The eager experts are the ones that know float64.
     target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     if family == "glm_moe_dsa":

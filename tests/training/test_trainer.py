@@ -496,7 +496,7 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_args(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(TypeError, match="`target` must be a model or CachedFeatures, got str"):
         make_trainer("target", tmp_path, make_drafter(target))
-    with pytest.raises(ValueError, match="The target is a drafter"):
+    with pytest.raises(ValueError, match="this GumihoModel is a drafter"):
         make_trainer(make_drafter(target), tmp_path, make_drafter(target))
     with pytest.raises(ValueError, match=r"`compute_loss_func` .* Leave it out"):
         make_trainer(target, tmp_path, compute_loss_func=lambda *_, **__: 0)

@@ -52,6 +52,19 @@ SIGNATURES = {
     "transformers.GenerationMixin._valid_auto_compile_criteria": "self, model_kwargs, generation_config",
     "transformers.GenerationMixin._supports_default_dynamic_cache": "",
     "transformers.PreTrainedModel._init_weights": "self, module",
+    # What mixers call, for which the algebra of trees stands in.
+    "transformers.models.qwen3_5.modeling_qwen3_5.causal_conv1d_fn": "hidden_states, weight, bias, activation",
+    "transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule": (
+        "query, key, value, g, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel"
+    ),
+    "transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention": (
+        "query, key, value, g, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel"
+    ),
+    "transformers.models.mamba2.modeling_mamba2.mamba2_chunk_scan": (
+        "hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit"
+    ),
+    "transformers.cache_utils.LinearAttentionLayer.update_conv_state": "self, conv_states, state_idx",
+    "transformers.cache_utils.LinearAttentionLayer.update_recurrent_state": "self, recurrent_states, state_idx",
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
     "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",

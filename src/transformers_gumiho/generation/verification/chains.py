@@ -3,53 +3,35 @@ Verifying draft chains by the target's own causal pass, over its own cache. Betw
 it can be, else restored and replayed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...commands import UserValueError
 from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
-from .session import TargetOutput, TargetSession, text_positions
-from .tree_cache import CONVERTIBLE_LAYERS
-
-
-STATE_LAYERS = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+from .rollback import (
+    StateSnapshot,
+    TensorListCache,
+    crop_to,
+    is_croppable,
+    layers_of,
+    mark_unused_layers,
+    num_entries,
+    tensors_in,
 )
+from .session import TargetOutput, TargetSession, text_positions
+from .tree_cache import owned
 
-# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
-# imported.
-COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
-BLOCK_INDEX_KIND = "minimax_m3_sparse"
-# What layers index their keys by, with the dimension of the tokens.
-_INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
 
 # Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this
 # number of pending tokens per draft of a chain, one pass without drafts commits them. A cycle with a rejection commits
 # no more tokens than it has drafts, so at least this many cycles come between two such passes.
 PENDING_PER_DRAFT = 10
-
-
-@dataclass
-class TensorListCache:
-    """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
-
-    tensors: list[Any]
 
 
 class ChainCache:
@@ -67,8 +49,8 @@ class ChainCache:
         self._batch_size = batch_size
         has_own_states = any(True for _ in tensors_in(vars(cache)))  # MiniMax keeps its beside the layers
         if has_own_states:
-            _mark_unused_layers(cache)
-        self._is_croppable = not has_own_states and all(map(is_croppable, _layers_of(cache)))
+            mark_unused_layers(cache)
+        self._is_croppable = not has_own_states and all(map(is_croppable, layers_of(cache)))
         self._snapshots: list[StateSnapshot] = []
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
@@ -77,10 +59,13 @@ class ChainCache:
         self._has_run = False  # whether the newest pass has run in all layers
         # Sliding layers that keep their past until they are cropped after a pass. Others do so for the caller.
         self._recording: list[DynamicSlidingWindowLayer] = []
-        for layer in _layers_of(cache) if self._is_croppable else []:
+        for layer in layers_of(cache) if self._is_croppable else []:
             if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
                 layer.record_past = True
                 self._recording.append(layer)
+
+    states = None  # of branches, which it cannot hold
+    min_length = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -102,8 +87,8 @@ class ChainCache:
         """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
         if not self._is_croppable and not self._snapshots:
-            self._snapshots = [StateSnapshot(owner) for owner in (*_layers_of(self._cache), self._cache)]
-        self._starts = [num_entries(layer) for layer in _layers_of(self._cache)]
+            self._snapshots = [StateSnapshot(owner) for owner in (*layers_of(self._cache), self._cache)]
+        self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._has_run = False
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
@@ -133,6 +118,9 @@ class ChainCache:
         self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
+        for layer in layers_of(self._cache):
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
+                layer.keys, layer.values = owned(layer.keys), owned(layer.values)
 
     def _settle(self) -> None:
         """Removes what the newest pass left and was not accepted."""
@@ -140,7 +128,7 @@ class ChainCache:
             return
         tokens, self._tokens = self._tokens, None
         if self._is_croppable:
-            for layer, start in zip(_layers_of(self._cache), self._starts, strict=True):
+            for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
         elif self._has_run and self._num_accepted == tokens.shape[1]:
@@ -173,7 +161,7 @@ class ChainSession(TargetSession):
         # Rows that have ended keep as many, which are padding there.
         self.cache.keep(max(path.accepted_lengths))
 
-    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+    def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""
         if not self.prompt.keeps_cache:
             return
@@ -232,122 +220,3 @@ class ChainSession(TargetSession):
         if self.prompt.mask is not None:
             mask[:, : self.prompt.length] = self.prompt.mask
         return mask
-
-
-class StateSnapshot:
-    """The state of a layer of a cache, or of the cache itself beside its layers, in attributes `held` by name."""
-
-    def __init__(self, owner: Any):
-        self.owner = owner
-        self._num_entries = num_entries(owner)
-        is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
-        self._is_cropped = is_croppable(owner) and not is_sliding
-        self._grows = isinstance(owner, DynamicLayer) and not is_sliding
-        every, entries = set(vars(owner)), {"keys", "values"}
-        # What only grows is cropped.
-        cropped = every if self._is_cropped else {"layers"} | (entries if self._grows else set())
-        # The entries of a window, and compressed ones, are replaced, never written in place: a reference holds them.
-        self._referenced = every if is_compressed(owner) else entries if isinstance(owner, DynamicLayer) else set()
-        self.held = {name: self._hold(name, vars(owner)[name]) for name in every - cropped}
-
-    def _hold(self, name: str, value: Any) -> Any:
-        if name not in self._referenced:
-            return _copied(value)
-        return dict(value) if isinstance(value, dict) else value
-
-    def restore(self) -> None:
-        """Restores the state. It can be called again after later passes."""
-        now = vars(self.owner)
-        for name, value in self.held.items():
-            now[name] = self._hold(name, value) if name in self._referenced else _copied(value, now[name])
-        if self._is_cropped:
-            crop_to(self.owner, self._num_entries)
-        elif self._grows and self.owner.keys is not None:
-            self.owner.keys = self.owner.keys[..., : self._num_entries, :]
-            self.owner.values = self.owner.values[..., : self._num_entries, :]
-
-
-def can_roll_back(layer: Any) -> bool:
-    """Whether drafts can be removed from a layer."""
-    # Other classes and subclasses may hold more, and a trial of a few tokens does not reach the end of a window.
-    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
-
-
-def is_croppable(layer: Any) -> bool:
-    """Whether a layer can be cropped to fewer tokens."""
-    kinds = (*CONVERTIBLE_LAYERS, DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))
-    return type(layer) in kinds
-
-
-def is_compressed(layer: Any) -> bool:
-    """Whether a layer compresses what is before its window. All that it holds is replaced, never written in place."""
-    return type(layer) in [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS]
-
-
-def num_entries(layer: Any) -> int:
-    """Returns how many tokens a layer has read; 0 where it does not count them."""
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        return layer.cumulative_length
-    keys = getattr(layer, "keys", None)
-    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
-
-
-def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
-    """Makes a croppable layer hold its first tokens; with `keeps_past` a sliding one all those before, too."""
-    num_removed = max(num_entries(layer) - num_tokens, 0)
-    if not isinstance(layer, DynamicSlidingWindowLayer):
-        if isinstance(layer, DynamicLayer):
-            DynamicLayer.crop(layer, -num_removed)
-        # An interrupted pass may have added tokens to the keys and not to their index.
-        for name, dim in _INDICES.items():
-            if (index := getattr(layer, name, None)) is not None and index.numel():
-                setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
-    elif keeps_past:
-        num_kept = layer.keys.shape[-2] - num_removed
-        layer.keys, layer.values = layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]
-        layer.cumulative_length -= num_removed
-    else:
-        layer.crop(-num_removed)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def held_tensors(cache: Any) -> list[torch.Tensor]:
-    """Returns all tensors that a target's cache holds, in its layers and beside them."""
-    return [
-        tensor for owner in (cache, *_layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))
-    ]
-
-
-def _layers_of(cache: Any) -> list[Any]:
-    layers: list[Any] = getattr(cache, "layers", [])  # one that holds states alone may have none
-    return layers
-
-
-def _mark_unused_layers(cache: Any) -> None:
-    """Replaces layers that are empty after the prefill, as their states are beside them."""
-    # The first layer that counts tokens determines the length of masks, and that would be 0.
-    for index, layer in enumerate(_layers_of(cache)):
-        if type(layer) is DynamicLayer and num_entries(layer) == 0:
-            cache.layers[index] = LinearAttentionLayer()
-
-
-def _copied(value: Any, into: Any = None) -> Any:
-    """Returns a copy of a tensor or of nested ones, in the memory of `into`, which compiled functions may know."""
-    if isinstance(value, torch.Tensor):
-        known = [getattr(into, name, None) for name in ("shape", "dtype", "device")]
-        return into.copy_(value) if known == [value.shape, value.dtype, value.device] else value.clone()
-    if isinstance(value, dict):
-        items = into if isinstance(into, dict) else {}
-        return type(value)((name, _copied(item, items.get(name))) for name, item in value.items())
-    if type(value) in (list, tuple):
-        is_alike = type(into) is type(value) and len(into) == len(value)
-        return type(value)(map(_copied, value, into if is_alike else [None] * len(value)))
-    return value

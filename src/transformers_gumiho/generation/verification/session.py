@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...internals import CACHE_NAME, modules_of
-from ..tree.draft_tree import DraftTree, map_tensors, padded_root
+from ..tree.draft_tree import DraftTree, map_tensors, single_path
 from ..tree.uploads import upload
-from ..tree.walk import Path, pick
+from ..tree.walk import Path, longest_path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
@@ -25,6 +25,8 @@ from .tree_cache import TreeCache
 
 # Arguments of the target that each pass makes anew.
 ARGUMENTS_OF_PASSES = (CACHE_NAME, "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep")
+# Most tokens of a text that one pass takes: what a recurrence holds grows with their square.
+NODES_PER_PASS = 64
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,6 @@ class TargetSession:
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
-        self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token.
         self._last_offset = self.max_new_tokens - 2
@@ -188,10 +189,16 @@ class TargetSession:
             if exception[0] is not None:
                 # The caller can distinguish from padding only what every row has committed.
                 lengths = self.cache.lengths
-                self.cache.truncate([length - min(lengths) for length in lengths])
+                shortest = max(min(lengths), self.cache.min_length)
+                self.cache.truncate([max(length - shortest, 0) for length in lengths])
             self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)
+
+    @property
+    def longest_run(self) -> int | None:
+        """Most drafts of a path that is verified alone; `None` for any number."""
+        return None if self.cache.states is None else NODES_PER_PASS - 1
 
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """
@@ -205,8 +212,11 @@ class TargetSession:
         num_nodes = tree.tokens.shape[1]
         # Attention is faster without a mask, where the implementation is known to do without one.
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
-        masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        masks = make_masks(tree, self.cache, self.dtype, self.traits.windows, attention.omits_masks)
+        self.cache.begin_pass(tree)
+        mask: Any = next(iter(masks.values()), None)
+        if len(masks) > 1:
+            mask = dict.fromkeys(self.traits.state_kinds) | masks
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
             outputs, captured = self._run_target(tree.tokens, self.cache, mask, num_nodes, position_ids=position_ids)
@@ -273,23 +283,36 @@ class TargetSession:
         self._has_ended = [length == 0 for length in path.accepted_lengths]
         self.cache.keep_path(path.nodes, num_entries)
 
-    def finish(self, num_tokens: Sequence[int], last_tokens: torch.Tensor, tree: DraftTree) -> None:
+    def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """
-        Leaves in the caller's cache what plain decoding does: `num_tokens` new tokens of each row. `last_tokens`
-        `(B,)` are the newest tokens; `tree` is the newest one, for its shape. Does nothing if nobody sees the cache.
+        Leaves in the caller's cache what plain decoding does: of each row `num_tokens` of the `new_tokens` `(B, T)`,
+        which end in padding where a row has ended. States have read that padding, too. `tree` is the newest one, for
+        its shape. Does nothing if nobody sees the cache.
         """
         if not self.prompt.keeps_cache:
             return
-        num_missing = [
-            self.prompt.length + number - length for number, length in zip(num_tokens, self.cache.lengths, strict=True)
-        ]
-        if max(num_missing) > 0:
-            # Rows that ended in the newest pass, before others did: their last tokens take one pass more.
-            num_unused = tree.tokens.shape[1] - 1 if self.shapes.are_fixed else 0
-            self.run_tree(padded_root(last_tokens, num_unused, tree.max_depth))
-            roots = torch.zeros_like(last_tokens)[:, None].to(self.device)
-            self.cache.keep_path(roots, [max(number, 0) for number in num_missing])
-        self.cache.truncate([max(-number, 0) for number in num_missing])
+        if self.cache.states is not None:
+            num_tokens = [new_tokens.shape[1] - 1] * len(num_tokens)
+        ends = [self.prompt.length + number for number in num_tokens]
+        self.cache.truncate([max(now - end, 0) for now, end in zip(self.cache.lengths, ends, strict=True)])
+        # Above all the last tokens of rows that ended in the newest pass, before others did.
+        while any(now < end for now, end in zip(self.cache.lengths, ends, strict=True)):
+            self._run_text(ends, new_tokens, tree)
+
+    def _run_text(self, ends: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
+        """Commits more of each row's `new_tokens`, up to `ends[b]` entries, as many as one pass takes."""
+        missing = [max(end - now, 0) for now, end in zip(self.cache.lengths, ends, strict=True)]
+        longest = longest_path(tree) if self.shapes.are_fixed else NODES_PER_PASS
+        lengths = [min(number, longest) for number in missing]
+        num_nodes = tree.tokens.shape[1] if self.shapes.are_fixed else max(lengths)
+        starts = upload([length - self.prompt.length for length in self.cache.lengths], new_tokens.device)[:, None]
+        columns = torch.arange(num_nodes, device=new_tokens.device).expand(len(missing), -1)
+        tokens = new_tokens.gather(1, (starts + columns).clamp(max=new_tokens.shape[1] - 1))
+        text = single_path(tokens[:, 0], tokens[:, 1:], torch.zeros_like(tokens[:, 1:], dtype=torch.float32))
+        if self.shapes.are_fixed:
+            text = replace(text, depths=text.depths.clamp(max=tree.max_depth), max_depth=tree.max_depth)
+        self.run_tree(text)
+        self.cache.keep_path(columns[:, :longest].to(self.device), lengths)
 
     def _run_target(
         self, tokens: torch.Tensor, cache: Any, attention_mask: Any, num_logits: int, **inputs: Any

@@ -1,7 +1,7 @@
 """The properties of a target that decide how it verifies drafts."""
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -12,16 +12,18 @@ from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
     cache_argument,
-    foreign_code,
+    counts_slots,
     forward_parameters,
     hands_on_positions,
     is_stateful,
     keeps_dynamic_cache,
+    modules_of,
 )
 from .attention_kind import AttentionKind, attention_kind
+from .mixers import holds_tree
+from .ownership import ForeignFunction, foreign_code
 from .target_states import find_decoder
 from .tree_cache import has_all_entries
-from .trial import follows_tree_masks
 
 
 class Unsupported(UserValueError):
@@ -30,6 +32,11 @@ class Unsupported(UserValueError):
 
 # Kinds of attention whose mask can hold a tree.
 TREE_ATTENTION = {"full_attention", "sliding_attention"}
+# Kinds of layers with states, and those with both, whose attention sees all.
+_STATES = {"linear_attention", "conv"}
+_HYBRID = "hybrid"
+# Kinds of layers with neither.
+_STATELESS = {"moe", "mlp"}
 # With them come losses of a mixture of experts.
 _UNUSED_OUTPUTS = ("output_router_logits",)
 
@@ -50,8 +57,8 @@ class TargetTraits:
             their own, or `list`. `None` for a target without a cache.
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
-        foreign: Code of other packages in its passes: an attention function that a user registered, or the
-            [`foreign_code`]. A trial of some 300 tokens says whether it verifies drafts.
+        foreign: The [`foreign_code`] in its passes, with which it verifies chains, as far as a trial says.
+        state_kinds: Kinds of layers that keep states alone, and take no mask.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
@@ -63,7 +70,8 @@ class TargetTraits:
     cache_argument: str
     cache_class: type | None
     unused_outputs: dict[str, bool]
-    foreign: frozenset[Any]
+    foreign: frozenset[ForeignFunction]
+    state_kinds: tuple[str, ...]
     tree_obstacle: str | None
 
     @classmethod
@@ -72,10 +80,17 @@ class TargetTraits:
         config = target.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+        kinds = {"full_attention" if kind == _HYBRID else kind for kind in kinds} - _STATELESS
+        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - _STATES)}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
         parameters, cache_name = forward_parameters(target), cache_argument(target)
-        traits = cls(
+        foreign = foreign_code(target, attention.registered)
+        obstacles = (
+            _tree_obstacle(target, config, kinds),
+            attention.tree_obstacle,
+            _foreign_obstacle(foreign),
+        )
+        return cls(
             name=type(target).__name__,
             config=config,
             attention=attention,
@@ -83,20 +98,20 @@ class TargetTraits:
             cache_argument=cache_name,
             cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
-            foreign=foreign_code(target) | ({attention.registered} - {None}),
-            tree_obstacle=_tree_obstacle(target, config, set(windows)) or attention.tree_obstacle,
+            foreign=foreign,
+            state_kinds=tuple(sorted(kinds & _STATES)),
+            tree_obstacle=next(filter(None, obstacles), None),
         )
-        if not traits.foreign or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
-            return traits
-        whose = "code that is not transformers' own"
-        if attention.registered is not None:
-            whose = f"the attention {attention.name!r}, which a user registered"
-        return replace(traits, tree_obstacle=f"has {whose}, and which follows no tree mask")
 
     @property
     def is_chain(self) -> bool:
         """Whether it verifies chains, with ordinary causal passes and its own cache."""
         return self.tree_obstacle is not None
+
+    @property
+    def counts_entries(self) -> bool:
+        """Whether its cache says how many tokens it has read. One of states does not."""
+        return not self.is_chain and bool(self.windows)
 
     def make_cache(self) -> Any:
         """Returns an empty cache, as `generate()` or the target makes it; `None` if the first pass makes it."""
@@ -105,22 +120,11 @@ class TargetTraits:
             return DynamicCache(config=self.config)
         return own() if _is_derived(own) else None
 
-    def check_is_written(self, cache: Any, num_before: int = 0) -> None:
-        """Raises `ValueError` for a tree's cache that holds no more tokens than before the prompt, or lacks some."""
-        if self.is_chain:
-            return
-        if cache.get_seq_length() <= num_before:
-            raise UserValueError(
-                f"{self.name} added nothing to the cache in its argument `{self.cache_argument}`, the name that this "
-                f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
-                f"`assistant_model`."
-            )
-        self.check_is_whole(cache)
-
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
         if not has_all_entries(cache):
-            held = [layer.keys.shape[2] for layer in cache.layers if layer.keys is not None]
+            keys = (getattr(layer, "keys", None) for layer in cache.layers)
+            held = [own.shape[2] for own in keys if own is not None]
             raise Unsupported(
                 f"The layers of {self.name} hold {held} tokens of a text of {cache.get_seq_length()} in their cache, "
                 f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
@@ -128,19 +132,24 @@ class TargetTraits:
             )
 
 
-def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_kinds: set[str]) -> str | None:
-    unsupported = sorted(attention_kinds - TREE_ATTENTION)
-    if is_stateful(target) or unsupported:
-        kinds = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
-        return f"has {kinds}, whose state cannot hold the branches of a draft tree"
+def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
+    has_states = is_stateful(target) or not kinds.isdisjoint(_STATES)
+    unsupported = sorted(kinds - TREE_ATTENTION - _STATES)
+    if unsupported or (has_states and not holds_tree(target.get_decoder())):
+        what = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
+        return f"has {what}, whose state cannot hold the branches of a draft tree"
     if not keeps_dynamic_cache(target):
         return "keeps a cache of its own class, whose entries cannot be taken over"
+    if kinds <= _STATES:
+        return None
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
     if not takes_positions or getattr(config, "alibi", False) or not hands_on_positions(target):
         return (
             "counts the positions of its tokens itself (its `forward` gets no `position_ids`, or it uses ALiBi), so "
             "the branches of a draft tree cannot share positions"
         )
+    if any(map(counts_slots, set(map(type, modules_of(target.get_decoder()))))):
+        return "reads positions off the slots of its cache"
     if config.model_type == "git" and CACHE_NAME != "cache":
         return "takes no mask of a draft tree before transformers 5.24"
     if config.model_type == "doge" and config.is_moe:
@@ -154,6 +163,12 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, attention_
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
         return "has loops of layers that read what the last loop wrote out of the cache themselves"
     return None
+
+
+def _foreign_obstacle(foreign: frozenset[ForeignFunction]) -> str | None:
+    # With any code of others, the promise to the token ends.
+    names = sorted(function.name for function in foreign)
+    return f"runs code that is not transformers' own ({names[0]})" if names else None
 
 
 def _cache_class(target: PreTrainedModel, name: str, parameter: inspect.Parameter | None) -> type | None:

@@ -1,0 +1,144 @@
+"""
+Mixers of transformers in passes over draft trees. The functions that their code calls for a convolution and a
+recurrence are replaced, once, by functions that do the same, except for arguments that [`TreeStates`] makes in such a
+pass. For these the algebra of `tree/recurrence.py` runs instead, also where a kernel (`fla`, `causal-conv1d`,
+`mamba-ssm`) is installed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from transformers.activations import ACT2FN
+
+from ...internals import (
+    CONVOLUTION,
+    DELTA_RULES,
+    SCAN,
+    is_of_transformers,
+    modules_of,
+    names_in_code,
+    reads_states,
+)
+from ..tree.recurrence import NodeTerms, convolve, run_delta_rule, run_scan, widened
+from .tree_states import NodeInputs, RootState
+
+
+# Attribute of a function that was replaced here, with the original one.
+_REPLACED = "_replaced_for_trees"
+
+
+def holds_tree(decoder: nn.Module) -> bool:
+    """
+    Whether the states of a decoder's layers hold a draft tree: all layers that keep states compute them by functions
+    whose algebra is known. Replaces these functions.
+    """
+    mixers = [kind for kind in set(map(type, modules_of(decoder))) if reads_states(kind)]
+    return bool(mixers) and all(map(_is_prepared, mixers))
+
+
+def _is_prepared(kind: type) -> bool:
+    """Replaces the functions that a class of mixers calls. Returns whether these write all of its states."""
+    names = names_in_code(kind)
+    prepared = {name for name in _STAND_INS.keys() & names if _is_replaced(names[name], name)}
+    has_convolution = CONVOLUTION in prepared or "update_conv_state" not in names
+    has_recurrence = not prepared.isdisjoint((*DELTA_RULES, SCAN)) or "update_recurrent_state" not in names
+    return has_convolution and has_recurrence
+
+
+def _is_replaced(file: dict[str, Any], name: str) -> bool:
+    """Replaces a function where the code of a class looks it up; not one that a user has put there."""
+    plain = file.get(name)
+    if plain is None or hasattr(plain, _REPLACED):
+        return plain is not None
+    if not is_of_transformers(plain):
+        return False
+    place, stand_in = _STAND_INS[name]
+
+    @functools.wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        argument = args[0] if place is None and args else kwargs.get(place or "hidden_states")
+        return (stand_in if isinstance(argument, (NodeInputs, RootState)) else plain)(*args, **kwargs)
+
+    setattr(function, _REPLACED, plain)
+    file[name] = function
+    return True
+
+
+def _convolution(
+    hidden_states: NodeInputs,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """A causal convolution with `weight` `(C, width)` of all nodes. Returns `(B, C, n)`."""
+    output = convolve(hidden_states.windows(weight.shape[1]), weight, bias)
+    return (output if activation is None else ACT2FN[activation](output)).to(hidden_states.inputs.dtype)
+
+
+def _delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: RootState,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, NodeTerms]:
+    """A gated delta rule over `(B, n, heads, width)`, with decays `g` `(B, n, heads)`, or those of each channel."""
+    dtype, num_groups = query.dtype, value.shape[2] // key.shape[2]
+    decay = g if g.ndim == 4 else g[..., None]
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, value, decay, beta = (
+            widened(own).transpose(1, 2) for own in (query, key, value, decay, beta[..., None])
+        )
+        if num_groups > 1:
+            query, key = (own.repeat_interleave(num_groups, dim=1) for own in (query, key))
+        if use_qk_l2norm_in_kernel:
+            query, key = (own * torch.rsqrt(own.square().sum(dim=-1, keepdim=True) + 1e-6) for own in (query, key))
+        query = query * query.shape[-1] ** -0.5
+        output, terms = run_delta_rule(query, key, value, decay, beta, initial_state.state, initial_state.ancestors)
+    return output.transpose(1, 2).to(dtype), terms
+
+
+def _scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: RootState | None = None,
+    dt_softplus: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, NodeTerms]:
+    """
+    The scan of Mamba-2 over `(B, n, heads, width)`, with time steps `dt` `(B, n, heads)`, and `B` and `C` `(B, n,
+    groups, width)`. Time steps are not bounded, as in a step of plain decoding.
+    """
+    assert initial_states is not None
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = softplus(dt) if dt_softplus else dt
+    num_groups = hidden_states.shape[2] // B.shape[2]
+    with torch.autocast(dt.device.type, enabled=False):
+        inputs, steps, write, read = (widened(own).transpose(1, 2) for own in (hidden_states, dt[..., None], B, C))
+        write, read = (own.repeat_interleave(num_groups, dim=1) for own in (write, read))
+        decay = steps * A[:, None, None]
+        output, terms = run_scan(inputs * steps, decay, write, read, initial_states.state, initial_states.ancestors)
+        output = output if D is None else output + inputs * D[:, None, None]
+    return output.transpose(1, 2).contiguous(), terms
+
+
+# By name of the function: its argument that comes from the cache (`None`: the first), and what stands for it.
+_STAND_INS: dict[str, tuple[str | None, Callable[..., Any]]] = {
+    CONVOLUTION: (None, _convolution),
+    **dict.fromkeys(DELTA_RULES, ("initial_state", _delta_rule)),
+    SCAN: ("initial_states", _scan),
+}

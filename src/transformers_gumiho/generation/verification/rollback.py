@@ -1,0 +1,149 @@
+"""What layers of a target's own cache hold, and how what rejected drafts left in them is removed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from .tree_cache import CONVERTIBLE_LAYERS, STATE_LAYERS
+
+
+# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
+# imported.
+COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
+BLOCK_INDEX_KIND = "minimax_m3_sparse"
+# What layers index their keys by, with the dimension of the tokens.
+_INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
+
+
+@dataclass
+class TensorListCache:
+    """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
+
+    tensors: list[Any]
+
+
+class StateSnapshot:
+    """The state of a layer of a cache, or of the cache itself beside its layers, in attributes `held` by name."""
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+        self._num_entries = num_entries(owner)
+        is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
+        self._is_cropped = is_croppable(owner) and not is_sliding
+        self._grows = isinstance(owner, DynamicLayer) and not is_sliding
+        every, entries = set(vars(owner)), {"keys", "values"}
+        # What only grows is cropped.
+        cropped = every if self._is_cropped else {"layers"} | (entries if self._grows else set())
+        # The entries of a window, and compressed ones, are replaced, never written in place: a reference holds them.
+        self._referenced = every if is_compressed(owner) else entries if isinstance(owner, DynamicLayer) else set()
+        self.held = {name: self._hold(name, vars(owner)[name]) for name in every - cropped}
+
+    def _hold(self, name: str, value: Any) -> Any:
+        if name not in self._referenced:
+            return _copied(value)
+        return dict(value) if isinstance(value, dict) else value
+
+    def restore(self) -> None:
+        """Restores the state. It can be called again after later passes."""
+        now = vars(self.owner)
+        for name, value in self.held.items():
+            now[name] = self._hold(name, value) if name in self._referenced else _copied(value, now[name])
+        if self._is_cropped:
+            crop_to(self.owner, self._num_entries)
+        elif self._grows and self.owner.keys is not None:
+            self.owner.keys = self.owner.keys[..., : self._num_entries, :]
+            self.owner.values = self.owner.values[..., : self._num_entries, :]
+
+
+def can_roll_back(layer: Any) -> bool:
+    """Whether drafts can be removed from a layer."""
+    # Other classes and subclasses may hold more, and a trial of a few tokens does not reach the end of a window.
+    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
+
+
+def is_croppable(layer: Any) -> bool:
+    """Whether a layer can be cropped to fewer tokens."""
+    kinds = (*CONVERTIBLE_LAYERS, DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))
+    return type(layer) in kinds
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether a layer compresses what is before its window. All that it holds is replaced, never written in place."""
+    return type(layer) in [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS]
+
+
+def num_entries(layer: Any) -> int:
+    """Returns how many tokens a layer has read; 0 where it does not count them."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return layer.cumulative_length
+    keys = getattr(layer, "keys", None)
+    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+
+
+def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
+    """Makes a croppable layer hold its first tokens; with `keeps_past` a sliding one all those before, too."""
+    num_removed = max(num_entries(layer) - num_tokens, 0)
+    if not isinstance(layer, DynamicSlidingWindowLayer):
+        if isinstance(layer, DynamicLayer):
+            DynamicLayer.crop(layer, -num_removed)
+        # An interrupted pass may have added tokens to the keys and not to their index.
+        for name, dim in _INDICES.items():
+            if (index := getattr(layer, name, None)) is not None and index.numel():
+                setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
+    elif keeps_past:
+        num_kept = layer.keys.shape[-2] - num_removed
+        layer.keys, layer.values = layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]
+        layer.cumulative_length -= num_removed
+    else:
+        layer.crop(-num_removed)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def held_tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns all tensors that a target's cache holds, in its layers and beside them."""
+    return [tensor for owner in (cache, *layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))]
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """Returns the layers of a cache."""
+    layers: list[Any] = getattr(cache, "layers", [])  # one that holds states alone may have none
+    return layers
+
+
+def mark_unused_layers(cache: Any) -> None:
+    """Replaces layers that are empty after the prefill, as their states are beside them."""
+    # The first layer that counts tokens determines the length of masks, and that would be 0.
+    for index, layer in enumerate(layers_of(cache)):
+        if type(layer) is DynamicLayer and num_entries(layer) == 0:
+            cache.layers[index] = LinearAttentionLayer()
+
+
+def _copied(value: Any, into: Any = None) -> Any:
+    """Returns a copy of a tensor or of nested ones, in the memory of `into`, which compiled functions may know."""
+    if isinstance(value, torch.Tensor):
+        known = [getattr(into, name, None) for name in ("shape", "dtype", "device")]
+        return into.copy_(value) if known == [value.shape, value.dtype, value.device] else value.clone()
+    if isinstance(value, dict):
+        items = into if isinstance(into, dict) else {}
+        return type(value)((name, _copied(item, items.get(name))) for name, item in value.items())
+    if type(value) in (list, tuple):
+        is_alike = type(into) is type(value) and len(into) == len(value)
+        return type(value)(map(_copied, value, into if is_alike else [None] * len(value)))
+    return value
