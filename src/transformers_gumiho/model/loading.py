@@ -24,7 +24,7 @@ from .draft_vocabulary import (
     is_vocabulary_mask,
 )
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
-from .mtp_layouts import mtp_fields
+from .mtp_layouts import may_have_mtp_layers, mtp_fields
 from .published_head import PublishedHead, Shapes, num_layers
 
 
@@ -119,6 +119,8 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     """Whether the content of a `config.json` is that of a drafter, of any method."""
     if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
         return True
+    if may_have_mtp_layers(fields):  # a target, some of whose tensors are called as a drafter's
+        return False
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
 
