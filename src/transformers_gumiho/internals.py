@@ -88,9 +88,10 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
-    # Lengths of cached rows are known without reading the rows.
+    # Lengths of cached rows are known without reading the rows. The drafter to begin with may be the best one.
     "transformers.Trainer": (
-        "_get_eval_sampler", "_get_num_items_in_batch", "_get_train_sampler", "_prepare_inputs", "_save_checkpoint",
+        "_evaluate", "_get_eval_sampler", "_get_num_items_in_batch", "_get_train_sampler", "_prepare_inputs",
+        "_save_checkpoint",
     ),
 }  # fmt: skip
 
