@@ -69,7 +69,7 @@ def command_line() -> str:
 
 def help_of(words: list[str]) -> str:
     """Returns what `gumiho WORDS --help` prints."""
-    from transformers_gumiho.cli import main
+    from transformers_gumiho_cli import main
 
     written, sys.argv = StringIO(), ["gumiho", *words, "--help"]
     os.environ["COLUMNS"] = "110"

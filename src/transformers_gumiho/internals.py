@@ -9,9 +9,8 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -543,44 +542,6 @@ def mark_static_address(tensor: torch.Tensor) -> None:
 def version_of(tensor: torch.Tensor) -> int | None:
     """Returns how often a tensor was written to; `None` for one of inference mode, which does not count it."""
     return None if tensor.is_inference() else tensor._version
-
-
-# Numbers of each weight that are compared, because code that writes to `weight.data` counts no new version.
-_NUM_COMPARED = 1024
-
-
-@dataclass(frozen=True, eq=False)
-class WeightState:
-    """
-    What changes when weights are replaced or written in place: equal states are those of the same numbers, unless
-    code wrote to `weight.data` and hit none of a sample.
-    """
-
-    versions: list[tuple[Any, ...]]
-    sample: torch.Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, weights: Sequence[torch.Tensor], is_sampled: bool = True) -> "WeightState":
-        """
-        Returns the state of weights on any devices. A comparison waits for the device once; without a sample it does
-        not wait.
-        """
-        versions = [(weight.data_ptr(), version_of(weight), weight.shape, weight.dtype) for weight in weights]
-        parts = [_sample(weight.detach()) for weight in weights if is_sampled] or [torch.empty(0, device="cpu")]
-        return cls(versions, torch.cat([part.to(parts[0].device, torch.float32) for part in parts]))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightState) or self.versions != other.versions:
-            return False
-        return torch.equal(self.sample, other.sample)
-
-
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Returns numbers of all parts of a weight."""
-    # One more than a multiple of a row's length, mostly: other columns in each row.
-    step = max(weight.numel() // _NUM_COMPARED, 1)
-    return weight.reshape(-1)[:: step + 1 if step > 1 else 1]
 
 
 @contextmanager

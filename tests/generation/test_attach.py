@@ -405,36 +405,47 @@ class Runtime(GenerationMixin):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("kind", ["around", "runtime", "drafter", "adapter of a drafter", "backbone", "text"])
-def test_what_is_no_target_is_named(pair: Pair, kind: str, tmp_path: Path) -> None:
+def adapted(drafter: GumihoModel) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    return get_peft_model(drafter, LoraConfig(target_modules=["q_proj"]))
+
+
+ENTRIES: list[Callable[[Any, GumihoModel], Any]] = [
+    lambda target, drafter: attach(target, drafter),
+    lambda target, drafter: attached(target, drafter).__enter__(),
+    lambda target, _: detach(target),
+    lambda target, _: GumihoModel.from_target(target),
+    lambda target, _: record(target, "no/folder"),
+    lambda target, _: checks.check_given(target, {}),  # of the trainer
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda target, _: Around(target),
+            "Around is none. It holds a LlamaForCausalLM as `pretrained_model`",
+        ),
+        (lambda _, drafter: drafter, "this GumihoModel is a drafter. Give the model that it drafts for"),
+        (lambda _, drafter: adapted(drafter), "this GumihoModel is a drafter. Give the model that it drafts for"),
+        (lambda target, _: target.model, "LlamaModel does not generate text. Load it with `AutoModelForCausalLM"),
+        (lambda target, _: Runtime(target.config), "Runtime is none. .*AutoModelForCausalLM"),
+    ],
+    ids=["a module around it", "a drafter", "an adapter of one", "a backbone", "another runtime"],
+)
+def test_what_is_no_target_is_named(pair: Pair, make: Callable[..., Any], reason: str) -> None:
     target, drafter = pair
-    given: Any = {
-        "around": lambda: Around(target),
-        "runtime": lambda: Runtime(target.config),
-        "drafter": lambda: drafter,
-        "adapter of a drafter": lambda: get_peft_model(make_drafter(target), LoraConfig(target_modules=["q_proj"])),
-        "backbone": lambda: target.model,
-        "text": lambda: "a name",
-    }[kind]()
-    reason = {
-        "around": "this is a Around. It holds a LlamaForCausalLM as `pretrained_model`: give that",
-        "runtime": "(this is a Runtime|Runtime is none). .*AutoModelForCausalLM",
-        "backbone": "LlamaModel does not generate text. Load it with `AutoModelForCausalLM",
-        "text": "this is a str. Load the target",
-    }.get(kind, "this GumihoModel is a drafter. Give the model that it drafts for")
-    ways: list[Callable[[], Any]] = [lambda: attach(given, drafter), lambda: attached(given, drafter).__enter__()]
-    if kind != "backbone":  # it has all that a new drafter needs
-        ways += [lambda: GumihoModel.from_target(given), lambda: record(given, tmp_path), lambda: detach(given)]
-    if kind not in ("runtime", "text"):
-        ways += [lambda: checks.check_given(given, {})] * (kind != "backbone")
-    if kind in ("runtime", "backbone"):
-        generate = functools.partial(GenerationMixin.generate, given)
-        ways += [lambda: generate(**PROMPT, assistant_model=drafter)] * (kind == "runtime")
-    for way in ways:
+    given = make(target, make_drafter(target))
+    entries = ENTRIES
+    if given is target.model:  # a drafter can be made for it
+        entries = ENTRIES[:2]
+    elif isinstance(given, Runtime):
+        entries = [*ENTRIES[:-1], lambda *_: given.generate(**PROMPT, assistant_model=drafter)]
+    for entry in entries:
         with pytest.raises(ValueError, match=reason):
-            way()
+            entry(given, drafter)
 
 
 def test_a_drafter_is_attached_only_to_its_target(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState, dispatch_model
+from block import make_block_model
 from chains import make_chain_drafter, make_chain_target
 from pretend_device import PretendMachine, pretending
 from targets import make_drafter, make_pair, make_prompts, make_target
@@ -99,6 +100,19 @@ def test_generation_mixes_no_devices(placement: str, way: str) -> None:
         device = move(target, PLACEMENTS[placement][0])
         drafter.to(PLACEMENTS[placement][1])
         assert torch.equal(generate(target, drafter, make_prompts(lengths), device, **kwargs), expected)
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS)[:3])
+@pytest.mark.parametrize("kwargs", [SAMPLED, GREEDY | STATIC], ids=["sampled", "static"])
+def test_block_drafters_mix_no_devices(kwargs: dict[str, Any], placement: str) -> None:
+    target = make_target(num_layers=3)
+    drafter = make_block_model(target)
+    drafter.generation_config.draft_vocabulary = [6, 1, 5, 2]
+    expected = generate(target, drafter, make_prompts([5, 2]), "cpu", **kwargs)
+    with pretending():
+        device = move(target, PLACEMENTS[placement][0])
+        drafter.to(PLACEMENTS[placement][1])
+        assert torch.equal(generate(target, drafter, make_prompts([5, 2]), device, **kwargs), expected)
 
 
 @pytest.mark.parametrize("branching_factor", [1, 4])

@@ -1,12 +1,24 @@
 """The cache that a batch of ragged rows returns is the one that plain decoding returns: any turn goes on from it."""
 
 import itertools
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chains import CHAIN_FAMILIES, make_chain_target
-from targets import VOCAB_SIZE, Pair, equals_plain, make_drafter, make_pair, make_prompts, make_target
+from safetensors.torch import save_file
+from targets import (
+    VOCAB_SIZE,
+    Pair,
+    equals_plain,
+    make_drafter,
+    make_pair,
+    make_prompts,
+    make_target,
+    plain_and_drafted,
+)
 from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -226,3 +238,58 @@ def test_out_of_memory_while_a_cache_is_taken_over_leaves_it_whole(
     for layer, expected in zip(cache.layers, held.layers, strict=True):
         assert torch.equal(layer.keys, expected.keys)
         assert torch.equal(layer.values, expected.values)
+
+
+def held_bytes(cache: DynamicCache) -> int:
+    """The bytes that a cache keeps alive."""
+    tensors = [states for layer in cache.layers for states in (layer.keys, layer.values) if states is not None]
+    return sum({states.untyped_storage().data_ptr(): states.untyped_storage().nbytes() for states in tensors}.values())
+
+
+@pytest.mark.parametrize("lengths", [[150], [150, 130]], ids=["one", "batch"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt_oss"])
+def test_layers_with_a_window_hold_no_more_than_it(family: str, lengths: list[int]) -> None:
+    """While the call runs at most twice what plain decoding holds, and then as much."""
+    config = make_target(family).config
+    config.sliding_window = 32
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    drafter = make_drafter(target, num_assistant_tokens=12, branching_factor=3)
+    held: dict[int, int] = {}
+    running: list[TreeCache] = []
+    from_dynamic = TreeCache.from_dynamic
+
+    def watched(*args: Any) -> TreeCache:
+        running.append(from_dynamic(*args))
+        return running[-1]
+
+    def watch(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        cache = running[0] if running else kwargs[CACHE_NAME]
+        held[bool(running)] = max(held.get(bool(running), 0), held_bytes(cache))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeCache, "from_dynamic", watched)
+        target.register_forward_hook(watch, with_kwargs=True)
+        # Far enough for entries to be dropped several times.
+        plain, drafted = plain_and_drafted(target, drafter, lengths=lengths, max_new_tokens=90)
+    assert held[True] <= 2 * held[False]
+    assert held_bytes(drafted[CACHE_NAME]) <= held_bytes(plain[CACHE_NAME])
+    for ours, its in zip(drafted[CACHE_NAME].layers, plain[CACHE_NAME].layers, strict=True):
+        assert ours.keys.shape == its.keys.shape
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
+def test_a_returned_cache_can_be_saved_like_plain_decodings(family: str, tmp_path: Path) -> None:
+    target = make_chain_target(family) if family == "bloom" else make_target(family)
+    outputs = plain_and_drafted(target, make_drafter(target), lengths=(7,))
+    pickled = []
+    for output in outputs:
+        cache = output[CACHE_NAME]
+        tensors = {f"keys.{index}": layer.keys for index, layer in enumerate(cache.layers)}
+        tensors |= {f"values.{index}": layer.values for index, layer in enumerate(cache.layers)}
+        pickled.append(len(pickle.dumps(tensors)))
+    # Those of the drafted call. Plain decoding itself leaves views in layers with a window.
+    assert all(states.view(-1).shape[0] == states.numel() for states in tensors.values())
+    save_file(tensors, tmp_path / "cache.safetensors")
+    assert (tmp_path / "cache.safetensors").stat().st_size <= 1.5 * pickled[0]
+    assert pickled[1] <= pickled[0]

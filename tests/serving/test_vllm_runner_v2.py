@@ -16,7 +16,7 @@ from vllm_engine import DEMO_DRAFTER, DEMO_TARGET
 from vllm_pairs import FIELDS, make_gumiho, make_transitions_felt, transformers_chains, write_target
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.vllm.chain import Chain
+from transformers_gumiho.vllm.chain import ChainParts
 from transformers_gumiho.vllm.speculator import GumihoSpeculator
 
 
@@ -90,7 +90,7 @@ def draft(serial_features: list[torch.Tensor], model: Any, **fields: Any) -> lis
             features, torch.tensor([20, 30]) + step, speculator.idx_mapping[:2], speculator.temperature, None,
             speculator.current_draft_step, speculator.draft_logits,
         )  # fmt: skip
-    speculator._draft_in_parallel(2, Chain(2, 2))
+    speculator._draft_in_parallel(2, ChainParts(2, 2))
     return speculator.draft_tokens[:2].tolist()
 
 

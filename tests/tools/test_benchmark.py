@@ -152,7 +152,24 @@ def test_summary_compares_prompt_by_prompt() -> None:
     assert row.shares == pytest.approx({"verify": 0.6, "draft": 0.3, "rest": 0.1})
     assert rows["plain"].speedup == 1
     table = markdown(list(rows.values()))
-    assert "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 / 2.00 | 30% / 60% / 10% | 2 of 3 |" in table
+    assert (
+        "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 (2.00) | 2.00 | 30% / 60% / 10% | 2 of 3 |" in table
+    )
+
+
+def test_tau_is_that_of_drafted_cycles_and_pauses_stand_beside_it() -> None:
+    """A drafter that pauses looks no weaker than it is."""
+    origins = ["drafter", "pause", "pause", "drafter", "end"]
+    cycles = {"accepted_lengths": [[2, 1, 1, 3, 1], [1]], "draft_origins": origins, "break_even": 2.6}
+    samples = [make_sample("plain", 0, 1.0, batch_size=2), make_sample("gumiho", 0, 1.0, batch_size=2, **cycles)]
+    row = next(row for row in summarize(samples) if row.mode == "gumiho")
+    assert row.tau_micro == pytest.approx((2 + 3 + 1) / 3)
+    assert row.tokens_per_pass == pytest.approx(9 / 6)
+    assert row.paused_share == pytest.approx(2 / 6)
+    report = markdown([row])
+    assert "| 2.00 (1.75) | 1.50 (33%) |" in report
+    assert "paused in 33% of the passes, because a drafted pass costs 2.6 steps of plain decoding here" in report
+    assert "- **tau**: tokens that a pass of the target commits if the drafter drafted." in report
 
 
 def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> None:

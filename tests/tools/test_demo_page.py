@@ -96,14 +96,14 @@ def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -
     race = begin(make_host(pair), "print('<b>${1}</b>')\n")
     assert race.wait(120)
     html = answer_html(race.drafted)
-    text = "".join(piece for piece, _ in race.drafted.pieces)
+    text = "".join(piece.text for piece in race.drafted.pieces)
     assert text == pair[1].decode(race.drafted.tokens)
     drafts = [cycle.tokens[node] for cycle in race.drafted.cycles for node in cycle.accepted]
     assert 0 < len(drafts) < len(race.drafted.tokens)
-    colored = "".join(piece for piece, is_draft in race.drafted.pieces if is_draft)
+    colored = "".join(piece.text for piece in race.drafted.pieces if piece.is_draft)
     assert colored == "".join(pair[1].decode([token]) for token in drafts)
     assert "gumiho-drafts" in html
-    assert not any(is_draft for _, is_draft in race.plain.pieces)
+    assert not any(piece.is_draft for piece in race.plain.pieces)
     tree = tree_html(race)
     assert tree.count("<rect") == len(race.drafted.cycles[-1].tokens) + (
         race.drafted.cycles[-1].bonus_token is not None

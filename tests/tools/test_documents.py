@@ -196,37 +196,6 @@ def test_readme_counts_the_model_types_of_the_table() -> None:
     assert f"{refused} are refused with the reason, and {total - sum(kinds)} were not tested" in text
 
 
-def test_picture_of_an_answer_holds_its_text_and_colors() -> None:
-    script = load_script("docs/pictures/draw_answer.py")
-    green = "a <b> " * 30
-    svg = script.draw(script.wrap(script.read_characters(f"def f():\n    \033[32m{green}\033[0mend")))
-    namespace = "{http://www.w3.org/2000/svg}"
-    lines = ElementTree.fromstring(svg).findall(f"{namespace}text")
-    text = ["".join(line.itertext()).replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-    assert text[0] == "def f():"
-    assert "".join(text[1:]) == f"    {green}end"
-    assert len(text) == 4
-    assert max(map(len, text)) <= script.COLUMNS
-    spans = [span for line in lines for span in line if span.get("fill") == script.GREEN]
-    assert "".join(span.text for span in spans).replace("\N{NO-BREAK SPACE}", " ") == green
-
-
-def test_speeds_are_left_out_of_the_picture_of_an_answer() -> None:
-    script = load_script("docs/pictures/draw_answer.py")
-    written = "[tau 2.69 | 12.7 tokens/s | 32 cycles]\n[plain decoding | 12.0 tokens/s]\nSpeed-up 1.05x, same text"
-    assert script.without_speeds(written) == "[tau 2.69 | 32 cycles]\n[plain decoding]\nsame text"
-
-
-def test_two_short_answers_stand_side_by_side() -> None:
-    script = load_script("docs/pictures/draw_answer.py")
-    for text, shown in (("one", ["one           one", "", "[tau 2.00]    [plain decoding]"]), ("one " * 20, None)):
-        written = script.wrap(script.read_characters(f"{text}\n\n[tau 2.00]\n\n{text}\n\n[plain decoding]"))
-        drawn = ["".join(character for character, _ in line) for line in script.side_by_side(written)]
-        assert [line.rstrip() for line in drawn] == (
-            shown or [text.strip(), "", "[tau 2.00]", "", text.strip(), "", "[plain decoding]"]
-        )
-
-
 def test_pictures_of_speed_are_those_of_the_reports() -> None:
     script = load_script("docs/pictures/draw_speed.py")
     for name, drawn in script.pictures().items():

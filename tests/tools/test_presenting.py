@@ -43,6 +43,7 @@ from transformers_gumiho.tools.presenting import (
     ShowArguments,
     generate,
     show,
+    show_answer,
     stream_answer,
     watch_cycles,
 )
@@ -96,8 +97,8 @@ def test_command_writes_the_text_of_plain_generate_and_the_tau_of_generate(
     torch.manual_seed(3)
     lengths = decode(target, drafter, PROMPT, **sampling).accepted_lengths[0]
     assert re.fullmatch(
-        rf"\[tau {sum(lengths) / len(lengths):.2f} \| \d+\.\d tokens/s \| {len(lengths)} cycles \| 48 tokens, "
-        rf"\d+ accepted drafts\]",
+        rf"\[tau {sum(lengths) / len(lengths):.2f} \| {sum(lengths) / len(lengths):.2f} tokens per pass "
+        rf"\| 48 tokens, \d+ accepted drafts \| {len(lengths)} passes \| \d+\.\d tokens/s \| float32\]",
         line,
     ), line
 
@@ -228,6 +229,51 @@ def test_typed_lines_are_a_conversation_where_there_is_a_chat_template(
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\ncaf\udce9?\n"))
     answers = generate(GenerateArguments(**PAIR | {"target": str(tmp_path)}, max_new_tokens=12))
     assert [answer.tokens for answer in answers] == expected
+
+
+def test_picture_of_an_answer_shows_its_text_accepted_drafts_and_pauses(
+    target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path
+) -> None:
+    """The command and the notebook draw the same, and the colors are those of the cycles."""
+    how = ["--prompt", PROMPT, "--max_new_tokens", 48]
+    gumiho("generate", *OPTIONS, *how, "--output", tmp_path / "answer.svg")
+    output = decode(target, drafter, PROMPT, max_new_tokens=48)
+    shown = read_picture(show_answer(output, TOKENIZER).svg)
+    assert shown == read_picture((tmp_path / "answer.svg").read_text(encoding="utf-8"))[len(f"> {PROMPT}") :]
+
+    # Nothing pays for itself, so the drafter pauses.
+    drafter.generation_config.break_even = 100.0
+    try:
+        output = decode(target, drafter, PROMPT, max_new_tokens=48)
+    finally:
+        drafter.generation_config.break_even = None
+    shown = read_picture(show_answer(output, TOKENIZER).svg)
+    text = TOKENIZER.decode(new_tokens(output)).replace("\n", "")
+    assert "".join(character for character, _ in shown).startswith(text)
+    expected = ["#e6edf3"] * len(TOKENIZER.decode(new_tokens(output)[:1]).replace("\n", ""))
+    begin = 1
+    for length, source in zip(output.accepted_lengths[0], output.draft_origins, strict=True):
+        own = "#8b949e" if source == "pause" else "#e6edf3"
+        for index, token in enumerate(new_tokens(output)[begin : begin + length], 1):
+            characters = TOKENIZER.decode([token]).replace("\n", "")
+            expected += [own if index == length else "#3fb950"] * len(characters)
+        begin += length
+    assert {"drafter", "pause"} <= set(output.draft_origins)
+    assert [color for _, color in shown[: len(text)]] == expected
+
+    with pytest.raises(ValueError, match=r"Only the output of a drafted call has cycles to show, got a Tensor"):
+        show_answer(output.sequences, TOKENIZER)
+    refuse("gumiho generate: --output draws one answer", "generate", *OPTIONS, "--output", "answer.svg")
+
+
+def read_picture(svg: str) -> list[tuple[str, str]]:
+    """Returns the characters of a picture of an answer, and their colors."""
+    spans = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}tspan")
+    return [
+        (character.replace("\N{NO-BREAK SPACE}", " "), span.get("fill", ""))
+        for span in spans
+        for character in span.text or ""
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -582,7 +628,7 @@ def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
          "This Gumiho drafter has a vocabulary of 49152, but LlamaForCausalLM has one of 4096"),
         ("show", ["--step", "0"], "--step must be at least 1, got 0"),
         ("generate", ["--seed", 2**63], "--seed must be from 0 to 4294967295, got 9223372036854775808"),
-           ("show", ["--output", "tree.pdf"], "A tree can be drawn into an .svg file, got --output tree.pdf"),
+           ("show", ["--output", "tree.pdf"], "A picture is drawn into an .svg file, got --output tree.pdf"),
     ],
 )  # fmt: skip
 def test_what_a_user_can_fix_is_reported_without_a_traceback(

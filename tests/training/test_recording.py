@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from block import make_block_model
 from chains import make_chain_drafter, make_chain_target
 from commands import gumiho
 from datasets import Dataset
@@ -68,6 +69,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], list[int], dict[str, Any]]] = {
     "greedy": ("llama", {}, [5], {}),
     "batch, sampled": ("llama", {}, [6, 2, 4], {"do_sample": True}),
     "layers": ("llama", {"target_layer_ids": [0, 2]}, [6, 2], {}),
+    "block": ("llama", {"serial_head": "block"}, [6, 2], {}),
     "paused": ("llama", {"break_even": 100.0}, [5, 3], {}),
     "context": ("llama", {"prompt_lookup_num_tokens": 8}, [9], {"max_new_tokens": 60}),
     "static": ("llama", {}, [5, 3], {"cache_implementation": "static", "disable_compile": True}),
@@ -83,7 +85,10 @@ def test_rows_are_the_texts_with_the_targets_states(
 ) -> None:
     is_chain = family == "qwen3_5"
     target = make_chain_target(family) if is_chain else make_target(family, num_layers=3)
-    drafter = make_chain_drafter(target) if is_chain else make_drafter(target, **config)
+    if "serial_head" in config:
+        drafter = make_block_model(target)
+    else:
+        drafter = make_chain_drafter(target) if is_chain else make_drafter(target, **config)
     expected = generate(target, drafter, *lengths, **settings)
     with record(target, tmp_path / "cache", TOKENIZER):
         texts = generate(target, drafter, *lengths, **settings)
@@ -107,6 +112,9 @@ def test_rows_are_the_texts_with_the_targets_states(
         assert row["hidden_states"].dtype == torch.bfloat16
         if "target_layer_ids" in config:
             torch.testing.assert_close(row["layer_states"].double(), states[1][0], rtol=1e-2, atol=1e-2)
+        if "serial_head" in config:
+            of_both = torch.cat((states[1][0], states[2][0]), dim=-1)
+            torch.testing.assert_close(row["layer_states"].double(), of_both, rtol=1e-2, atol=1e-2)
 
 
 def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, pair: Pair) -> None:
@@ -345,7 +353,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"`share` must be above 0.* and `max_gigabytes` above 0"):
             record(target, tmp_path / "none", TOKENIZER, **wrong)
     for wrong_target in (make_drafter(target), torch.nn.Linear(2, 2), "a name"):
-        with pytest.raises(ValueError, match=r"A target is .*, and this( is a)? (GumihoModel|Linear|str)"):
+        with pytest.raises(ValueError, match=r"A target is .*, and (this )?(GumihoModel|Linear|str) is"):
             record(wrong_target, tmp_path / "none", TOKENIZER)
     with pytest.raises(ValueError, match=r"`tokenizer` must be the target's tokenizer, got 'a name'"):
         record(target, tmp_path / "none", "a name")

@@ -22,6 +22,19 @@ def test_counts_cycles_and_prompts(metric: evaluate.Metric) -> None:
     assert 1 + sum(result["acceptance_per_position"]) == pytest.approx(result["tau_micro"])
 
 
+def test_cycles_without_drafts_do_not_count_in_tau(metric: evaluate.Metric) -> None:
+    """The metric takes what the output has. A row that ended early has fewer cycles than its batch."""
+    origins = ["drafter", "pause", "drafter", "end"]
+    result = metric.compute(predictions=[[3, 1, 2, 1], [4, 1]], draft_origins=[origins, origins])
+    assert result["tau_micro"] == pytest.approx((3 + 2 + 4) / 3)
+    assert result["tau_macro"] == pytest.approx((2.5 + 4) / 2)
+    assert result["tokens_per_pass"] == pytest.approx(12 / 6)
+    assert result["paused_share"] == pytest.approx(2 / 6)
+    paused = metric.compute(predictions=[[1, 1]], draft_origins=[["pause", "pause"]])
+    assert paused["tau_micro"] is None
+    assert paused["tokens_per_pass"] == 1.0
+
+
 def test_reports_positions_that_were_never_accepted(metric: evaluate.Metric) -> None:
     result = metric.compute(predictions=[[1, 2]], max_draft_length=3)
     assert result["acceptance_per_position"] == [0.5, 0.0, 0.0]
@@ -34,6 +47,7 @@ def test_reports_positions_that_were_never_accepted(metric: evaluate.Metric) -> 
         ([[], []], {}, "no cycles"),
         ([[2, 0]], {}, "at least its bonus token, got a length of 0"),
         ([[9]], {"max_draft_length": 7}, "committed 9 tokens, more than 7 drafted"),
+        ([[9, 1]], {"draft_origins": [["drafter"]]}, "a list for each prompt, with an entry for each of its cycles"),
     ],
 )
 def test_refuses_what_no_decoding_gives(

@@ -219,6 +219,14 @@ def test_repositories_of_other_models_are_refused(tmp_path: Path) -> None:
                 load(tmp_path)
 
 
+def test_layers_are_those_of_the_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever number was copied from the target's config."""
+    write_weights(tmp_path, make_weights())
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_FIELDS | {"num_hidden_layers": 36}))
+    assert len(GumihoModel.from_pretrained(tmp_path).layers) == 2
+    assert any("`num_hidden_layers` is 36, and the weights have 2" in message for message in caplog.messages)
+
+
 def test_language_models_of_few_layers_are_told_by_their_tensors(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_FIELDS)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is not a Gumiho drafter: it has no `fc`.*\nmissing: fc\.bias, "):

@@ -219,9 +219,9 @@ def test_slots_are_reserved_as_a_text_grows(monkeypatch: pytest.MonkeyPatch) -> 
     capacities: list[int] = []
     grow = TreeCache.reserve
 
-    def growing(self: TreeCache, num_slots: int) -> None:
+    def growing(self: TreeCache, *args: Any) -> None:
         capacities.append(self.capacity)
-        grow(self, num_slots)
+        grow(self, *args)
 
     monkeypatch.setattr(TreeCache, "reserve", growing)
     monkeypatch.setattr(prompt_module, "MAX_RESERVED_TOKENS", 64)

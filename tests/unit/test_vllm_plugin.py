@@ -25,8 +25,15 @@ from vllm_reader import expected_shapes, read_config, read_names
 import transformers_gumiho
 import transformers_gumiho_vllm as plugin
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.vllm.chain import Chain
-from transformers_gumiho.vllm.checkpoint import EMBEDDING, FUSION, copy_tensor, expected_names, is_readable, read_name
+from transformers_gumiho.vllm.chain import ChainParts
+from transformers_gumiho.vllm.checkpoint import (
+    EMBEDDING,
+    FUSION,
+    copy_tensor,
+    drafter_name,
+    expected_names,
+    is_readable,
+)
 from transformers_gumiho.vllm.contract import SIGNATURES, check_signatures
 
 
@@ -328,7 +335,7 @@ def test_the_loader_expects_what_vllm_reads(overrides: dict[str, Any], tmp_path:
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     for num_tokens in range(1, 8):
         read, dropped = read_names(shapes, fields, num_tokens)
-        chain = Chain.of_drafter(SimpleNamespace(**fields), num_tokens)
+        chain = ChainParts.of_drafter(SimpleNamespace(**fields), num_tokens)
         names = expected_names(SimpleNamespace(**fields), chain)
         assert names == set(read) - {EMBEDDING} == set(expected_shapes(fields, num_tokens)) - {EMBEDDING}
         assert all(int(name.split(".")[1]) >= chain.num_heads for name in dropped)
@@ -419,10 +426,10 @@ def test_a_checkpoint_holds_what_its_config_has_a_place_for() -> None:
     fields = drafter.config.get_text_config().to_dict() | drafter.config.to_dict()
     config, plainer = SimpleNamespace(**fields), SimpleNamespace(**fields | {"target_layer_ids": None})
     saved = set(drafter.state_dict())
-    assert expected_names(config, Chain(2, 5)) == saved - {EMBEDDING}
+    assert expected_names(config, ChainParts(2, 5)) == saved - {EMBEDDING}
     # Of the five heads with transitions, a chain of five tokens reads three.
     unread = {name for name in saved for head in (3, 4) if name.startswith((f"mlp.{head}.", f"transition.{head}."))}
-    assert expected_names(config, Chain(2, 3)) == saved - unread - {EMBEDDING}
+    assert expected_names(config, ChainParts(2, 3)) == saved - unread - {EMBEDDING}
     for name in (*saved, "mlp.9.5.linear.weight", "d2t"):
         assert is_readable(config, name)
         assert is_readable(plainer, name) == (name != FUSION)
@@ -469,19 +476,19 @@ def test_every_name_of_a_tensor_is_the_drafters_own(prefix: str) -> None:
         for name in make_drafter(make_target(num_layers=3)).state_dict()
         if prefix != "mlp." or name.startswith("mlp.")
     ]
-    assert [read_name(prefix + name) for name in own] == own
+    assert [drafter_name(prefix + name) for name in own] == own
     for name in ("lm_head.weight", "model.lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"):
-        assert read_name(name) is None
+        assert drafter_name(name) is None
 
 
 def test_chains_are_as_long_as_the_drafter_was_trained_for() -> None:
     config = SimpleNamespace(num_serial_tokens=2, num_parallel_heads=3)
-    parts = [Chain.of_drafter(config, num_tokens) for num_tokens in range(6)]
+    parts = [ChainParts.of_drafter(config, num_tokens) for num_tokens in range(6)]
     assert [(chain.num_serial_tokens, chain.num_heads) for chain in parts] == [
         (0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3),
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"is 6, but this Gumiho drafter drafts at most 5 tokens.*Ask for 5 or fewer"):
-        Chain.of_drafter(config, 6)
+        ChainParts.of_drafter(config, 6)
 
 
 def test_batched_heads_are_the_drafters_own() -> None:

@@ -9,7 +9,7 @@ import torch
 from targets import make_target
 
 from transformers_gumiho.tools.presenting import DemoArguments
-from transformers_gumiho.tools.presenting.answering import Answer
+from transformers_gumiho.tools.presenting.answering import Answer, Piece
 from transformers_gumiho.tools.presenting.cycles import Cycle, CycleLabels
 from transformers_gumiho.tools.presenting.tree_svg import tree_svg
 from transformers_gumiho.tools.presenting.web import markup
@@ -20,7 +20,7 @@ def test_no_text_becomes_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     cycle = Cycle(tokens=(5, 6), parents=(0, 0), scores=(0.0, -0.5), accepted=(1,), bonus_token=7)
     labels = CycleLabels(context="<i>before", nodes=("<i>root", "<i>node", "<i>bonus"))
     answer = Answer()
-    answer.pieces = [("<script>", True), ("&<b>", False)]
+    answer.pieces = [Piece("<script>", "draft"), Piece("&<b>", "target")]
     answer.problem, answer.cycles = "<img onerror=1>", [cycle]
     monkeypatch.setattr(markup, "label_cycle", lambda *_: labels)
     race: Any = SimpleNamespace(prompt=[1], drafted=answer, host=SimpleNamespace(tokenizer=None))

@@ -211,7 +211,7 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
         where, options = own_mtp_layers(target.config) if is_own else (where, {})
         check_folder(str(where), has_config=False)
         drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **options)
-        if drafter.config.has_embedding:  # others read the target's in the first call
+        if drafter.config.has_embedding or drafter.config.owns_head:  # others read the target's in the first call
             drafter.share_embedding(target)
         named[source] = drafter, files
     return drafter

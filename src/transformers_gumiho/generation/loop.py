@@ -37,9 +37,14 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
 
     Args:
         accepted_lengths (`list[list[int]]`):
-            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. Their
-            mean is the acceptance length tau. The first token comes from the prefill and counts in no cycle. A sampled
-            row that is far ahead of the others takes one token per cycle.
+            For each row, the tokens committed by each verification cycle: accepted drafts and the bonus token. The
+            mean of the drafted cycles is the acceptance length tau. The mean of all cycles is the tokens per pass. The
+            first token comes from the prefill and counts in no cycle. A sampled row that is far ahead of the others
+            takes one token per cycle.
+        draft_origins (`list[str]`):
+            For each cycle, where its drafts came from, the same for all rows: the "drafter", also where prompt lookup
+            added some; the "context" for a run of prompt lookup alone; "pause" while the drafter paused; or "end" if
+            nothing was drafted, because one token was missing.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
             number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.
@@ -71,6 +76,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     accepted_lengths: list[list[int]] | None = None
+    draft_origins: list[str] | None = None
     tree_sizes: list[int] | None = None
 
 
@@ -180,7 +186,7 @@ def _run_cycles(
         # 3. Commit the drafts that are the target's own tokens, and the target's token after them.
         path = chooser.commit_path(tree, output.logits)
         events.cycle(tree, path)
-        sequences.records.add_cycle(tree, path, output.hidden_states)
+        sequences.records.add_cycle(tree, drafts.origin.source, path, output.hidden_states)
         # 4. Roll the cache back to the accepted path.
         committed = session.keep(path, output)
         events.states(output.states, path)
@@ -191,13 +197,15 @@ def _output(sequences: CommittedSequences, cache: Any) -> GumihoGenerateOutput:
     records, num_steps = sequences.records, sequences.final_length - sequences.prompt_length
     num_removed = [max(length - sequences.final_length, 0) for length in sequences.lengths]
     accepted_lengths = records.accepted_lengths(num_removed)
+    num_cycles = max(map(len, accepted_lengths))
     return GumihoGenerateOutput(
         sequences=sequences.final_ids(),
         scores=records.scores.until(num_steps),
         logits=records.logits.until(num_steps),
         hidden_states=records.hidden_states(num_steps),
         accepted_lengths=accepted_lengths,
-        tree_sizes=records.tree_sizes[: max(map(len, accepted_lengths))],
+        draft_origins=records.draft_origins[:num_cycles],
+        tree_sizes=records.tree_sizes[:num_cycles],
         **{CACHE_NAME: cache},
     )
 

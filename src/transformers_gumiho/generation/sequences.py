@@ -255,7 +255,7 @@ class StepRecord:
 class GenerationRecords:
     """
     What `generate()` returns of every token beside the text: the processed `scores`, the `logits`, hidden states, and
-    of each cycle the number of draft tokens that it verified (`tree_sizes`) and committed.
+    of each cycle where its drafts came from, and the number of tokens that it verified (`tree_sizes`) and committed.
     """
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
@@ -265,6 +265,7 @@ class GenerationRecords:
         self._has_states = returns_dict and bool(generation_config.output_hidden_states)
         self._prompt_states: tuple[torch.Tensor, ...] | None = None
         self._layers: list[StepRecord] = []  # the hidden states of the later tokens
+        self.draft_origins: list[str] = []
         self.tree_sizes: list[int] = []
         self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
 
@@ -284,11 +285,12 @@ class GenerationRecords:
             self._prompt_states = tuple(hidden_states)
             self._layers = [StepRecord(len(self._accepted_lengths), True) for _ in self._prompt_states]
 
-    def add_cycle(self, tree: DraftTree, path: Path, hidden_states: Any) -> None:
+    def add_cycle(self, tree: DraftTree, origin: str, path: Path, hidden_states: Any) -> None:
         """Records a cycle, with the states `(B, N + 1, H)` of each layer."""
         if self._has_states:
             for record, states in zip(self._layers, hidden_states, strict=True):
                 record.add(pick(states, path.nodes), path.accepted_lengths)
+        self.draft_origins.append(origin)
         self.tree_sizes.append(tree.tokens.shape[1] - 1)
         for row, length in zip(self._accepted_lengths, path.accepted_lengths, strict=True):
             row.extend([length] if length else [])

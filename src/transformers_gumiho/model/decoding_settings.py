@@ -108,7 +108,8 @@ class DraftingSettings:
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU and for targets with recurrent layers. Without parallel heads, at most 10.
         tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
-            parallel heads 5 by default. It never exceeds `num_assistant_tokens`.
+            parallel heads 5 by default. Of a block drafter at most its block, which it cuts. It never exceeds
+            `num_assistant_tokens`.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
             extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
             (EAGLE-2's tree).

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from .draft_vocabulary import (
     is_vocabulary_mask,
 )
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
-from .mtp_layouts import mtp_fields
+from .mtp_layouts import may_have_mtp_layers, mtp_fields
+from .published_head import PublishedHead, Shapes, num_layers
 
 
 logger = logging.get_logger(__name__)
@@ -80,12 +82,13 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     found = mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path)
     if found is not None:
         return found
-    is_small = _is_small(fields)
     # The number of layers may have been copied from the target. The tensors of a folder are seen at once.
-    if is_small or claims_to_draft(fields) or os.path.isdir(name_or_path):
-        found = eagle_fields(fields, lambda: tensor_shapes(name_or_path, options), name_or_path)
+    if _is_small(fields) or claims_to_draft(fields) or os.path.isdir(name_or_path):
+        shapes = cache(lambda: tensor_shapes(name_or_path, options))
+        found = eagle_fields(fields, shapes, name_or_path)
         if found is not None:
             return found
+        fields = _with_own_layers(fields, shapes(), name_or_path)
     where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
@@ -93,7 +96,7 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
             f"layout of the reference implementation, that of an EAGLE head, or that of a target with MTP layers in "
             f"its checkpoint."
         )
-    if not is_small:
+    if not _is_small(fields):
         raise UserValueError(
             f"{where}: its config.json describes a Llama of {fields.get('num_hidden_layers')!r} layers, where the "
             f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
@@ -103,10 +106,21 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
 
 
+def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
+    """Returns the fields of a Llama with the number of layers that a Gumiho drafter's tensors have."""
+    own = {"num_hidden_layers": num_layers(shapes)}
+    if "mlp.0.0.linear.weight" not in shapes or fields.get("num_hidden_layers") == num_layers(shapes):
+        return fields
+    PublishedHead(fields, "", name_or_path).warn_of_copies(own)
+    return fields | own
+
+
 def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     """Whether the content of a `config.json` is that of a drafter, of any method."""
     if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
         return True
+    if may_have_mtp_layers(fields):  # a target, some of whose tensors are called as a drafter's
+        return False
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
 

@@ -189,9 +189,9 @@ class GumihoModel(GumihoPreTrainedModel):
 
         The released drafters load by their names; see [`GumihoConfig.get_config_dict`] for their configs. EAGLE heads
         load as published. Tensors may have the names of the released weights, vLLM's prefixes, or the names of the
-        reference's training. An output head is ignored, except an EAGLE-3 head's: the target's is used. Of more
-        parallel heads than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes the
-        setting `draft_vocabulary`, unless that is set; an EAGLE-3 head keeps its `d2t`.
+        reference's training. An output head is ignored, except of EAGLE-3 and block drafters: the target's is used.
+        Of more parallel heads than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes
+        the setting `draft_vocabulary`, unless that is set; EAGLE-3 and block drafters keep their `d2t`.
 
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.

@@ -198,7 +198,7 @@ _REFUSED = {
 _ANY_LAYER = re.compile(r"(?:^|\.)mtp[._]|\.(?:eh_proj|enorm|hnorm)\.")
 
 
-def _may_have_layers(fields: Mapping[str, Any]) -> bool:
+def may_have_mtp_layers(fields: Mapping[str, Any]) -> bool:
     """Whether there may be MTP layers in the checkpoint of a model with this `config.json`, also refused ones."""
     of_text = _text_fields(fields)
     types = {fields.get("model_type"), of_text.get("model_type")}
@@ -226,7 +226,7 @@ def mtp_fields(
     Raises:
         ValueError: It has some that are not available here.
     """
-    if not _may_have_layers(fields):
+    if not may_have_mtp_layers(fields):
         return None
     model_type, names = str(_text_fields(fields).get("model_type")), list(tensor_names())
     if reason := _REFUSED.get(model_type) or _REFUSED.get(fields["model_type"]):

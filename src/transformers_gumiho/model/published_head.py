@@ -79,6 +79,11 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+def num_layers(shapes: Shapes) -> int:
+    """Returns of how many layers a head holds tensors."""
+    return len({match[1] for name in shapes if (match := re.match(r"layers\.(\d+)\.", name))})
+
+
 class PublishedHead:
     """
     The head of a drafter, as the tool that made it wrote it. Errors are `ValueError`s that name a field or a tensor.
@@ -181,7 +186,7 @@ class PublishedHead:
         sizes = self._attention_sizes() | {
             "hidden_size": hidden_size,
             "intermediate_size": width,
-            "num_hidden_layers": len({match[1] for name in shapes if (match := re.match(r"layers\.(\d+)\.", name))}),
+            "num_hidden_layers": num_layers(shapes),
             "vocab_size": self._vocab_size(),
         }
         self.warn_of_copies(sizes)

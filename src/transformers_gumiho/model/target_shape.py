@@ -1,15 +1,17 @@
 """
 What a drafter takes over from its target: the layers whose states it reads, the widths of the token embedding and of
-the states that become logits, and the sizes of its own layers.
+the states that become logits, and the sizes of its own layers; and the state of the weights that it was taken from.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from ..commands import UserValueError
+from ..internals import version_of
 
 
 # The most specific field first. The embedding of RemBERT and ELECTRA is narrower than their layers, and OPT 350M
@@ -20,6 +22,8 @@ _STATE_FIELDS = ("output_embedding_size", "embedding_size", "word_embed_proj_dim
 _TRANSFERABLE_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Of a drafter for a target without attention heads.
 _HEAD_DIM = 64
+# Numbers of each weight that are compared, because code that writes to `weight.data` counts no new version.
+_NUM_COMPARED = 1024
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,37 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     if kind not in _TRANSFERABLE_ROPE_TYPES or "partial_rotary_factor" in parameters:
         parameters = {name: parameters[name] for name in ("rope_theta",) if name in parameters}
     return default | parameters
+
+
+@dataclass(frozen=True, eq=False)
+class WeightState:
+    """
+    What changes when weights are replaced or written in place: equal states are those of the same numbers, unless
+    code wrote to `weight.data` and hit none of a sample.
+    """
+
+    versions: list[tuple[Any, ...]]
+    sample: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weights: Sequence[torch.Tensor], is_sampled: bool = True) -> "WeightState":
+        """
+        Returns the state of weights on any devices. A comparison waits for the device once; without a sample it does
+        not wait.
+        """
+        versions = [(weight.data_ptr(), version_of(weight), weight.shape, weight.dtype) for weight in weights]
+        parts = [_sample(weight.detach()) for weight in weights if is_sampled] or [torch.empty(0, device="cpu")]
+        return cls(versions, torch.cat([part.to(parts[0].device, torch.float32) for part in parts]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WeightState) or self.versions != other.versions:
+            return False
+        return torch.equal(self.sample, other.sample)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Returns numbers of all parts of a weight."""
+    # One more than a multiple of a row's length, mostly: other columns in each row.
+    step = max(weight.numel() // _NUM_COMPARED, 1)
+    return weight.reshape(-1)[:: step + 1 if step > 1 else 1]

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..commands import UserValueError
-from ..internals import WeightState
+from .target_shape import WeightState
 
 
 class BorrowedEmbedding(nn.Module):

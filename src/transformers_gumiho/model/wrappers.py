@@ -42,4 +42,4 @@ def as_target(model: Any) -> PreTrainedModel:
         fix = "Load the target with `AutoModelForCausalLM.from_pretrained`."
     else:
         fix = f"It holds a {type(unwrap_model(parts[around])).__name__} as `{around}`: give that."
-    raise UserValueError(f"A target is a `PreTrainedModel` of transformers, and this is a {name}. {fix}")
+    raise UserValueError(f"A target is a `PreTrainedModel` of transformers, and {name} is none. {fix}")

@@ -55,11 +55,11 @@ def unroll_serial_head(
     num_tokens, serial_tokens = input_ids.shape[1], drafter.config.num_serial_tokens
     checkpointing = drafter.training and any(layer.gradient_checkpointing for layer in drafter.serial_layers)
     cache = None if checkpointing else StepCache()
-    mask, positions = attention_mask, position_ids
+    mask, positions, window = attention_mask, position_ids, drafter.serial_head.window(drafter.config)
     if positions is None:
         positions = torch.arange(num_tokens, device=fused.device)[None]
     elif cache is not None:  # with one, transformers does not look for texts that are packed into a row
-        mask = unrolled_attention_mask(fused, range(1), attention_mask, position_ids)
+        mask = unrolled_attention_mask(fused, range(1), attention_mask, position_ids, window)
     features = serial_features = drafter.run_serial_head(fused, mask, position_ids, cache, **kwargs)
     unrolled, inputs = [], [fused]
     for step in range(1, serial_tokens):
@@ -70,7 +70,7 @@ def unroll_serial_head(
             continue
         run = range(0 if cache is None else step, step + 1)
         cache = None if cache is None else StepCache(cache)
-        mask = unrolled_attention_mask(fused, run, attention_mask, position_ids)
+        mask = unrolled_attention_mask(fused, run, attention_mask, position_ids, window)
         step_positions = torch.cat([positions[:, : num_tokens - j] + j for j in run], dim=1)
         states = drafter.run_serial_head(torch.cat(inputs[run.start :], dim=1), mask, step_positions, cache, **kwargs)
         features = states[:, states.shape[1] - count :]
@@ -83,7 +83,11 @@ def unroll_serial_head(
 
 
 def unrolled_attention_mask(
-    fused: torch.Tensor, steps: range, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    fused: torch.Tensor,
+    steps: range,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """
     Returns the mask under which one pass drafts serial tokens of these steps at every position of a text.
@@ -96,6 +100,7 @@ def unrolled_attention_mask(
         steps: The steps that the pass runs; it sees those before them, too.
         attention_mask (`(B, T)`, *optional*): 0 at padding.
         position_ids (`(B, T)`, *optional*): A new text, which does not see the last one, begins where they restart.
+        window: How many tokens an input sees, itself included; by default all before it.
 
     Returns:
         `(B or 1, 1, inputs of these steps, inputs of all steps so far)`: 0 where an input may look, the lowest number
@@ -109,6 +114,9 @@ def unrolled_attention_mask(
     of_text = (step_of == 0) & (base <= base[run, None])
     of_own_path = (base == base[run, None]) & (step_of <= step_of[run, None])
     allowed = (of_text | of_own_path)[None]
+    if window is not None:
+        place = base + step_of
+        allowed = allowed & (place[run, None] - place < window)
     if position_ids is not None:
         jumps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
         texts = jumps.cumsum(dim=-1)[:, base]

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Chain:
+class ChainParts:
     """
     The parts of a chain of `num_tokens` tokens.
 
@@ -26,7 +26,7 @@ class Chain:
         return f"{self.num_tokens} tokens per step ({serial} from the serial head, {heads} from parallel heads)"
 
     @classmethod
-    def of_drafter(cls, config: Any, num_tokens: int) -> "Chain":
+    def of_drafter(cls, config: Any, num_tokens: int) -> "ChainParts":
         """
         Args:
             config: A drafter's config. Only `num_serial_tokens` and `num_parallel_heads` are read.

@@ -9,7 +9,7 @@ import torch
 from ..model.checkpoint_files import plain_name
 from ..model.draft_vocabulary import is_vocabulary_entry
 from ..model.serial_head import GumihoSerialHead
-from .chain import Chain
+from .chain import ChainParts
 
 
 EMBEDDING = "embed_tokens.weight"
@@ -39,14 +39,14 @@ def copy_tensor(name: str, tensor: torch.Tensor, place: torch.Tensor) -> None:
     place.copy_(tensor)
 
 
-def read_name(name: str) -> str | None:
+def drafter_name(name: str) -> str | None:
     """Returns the plain name of a tensor, for any of its names in checkpoints; `None` for tensors that are ignored."""
     if any(re.search(pattern, name) for pattern in GumihoSerialHead.ignored_keys) or "rotary_emb." in name:
         return None
     return plain_name(name)
 
 
-def expected_names(config: Any, chain: Chain) -> set[str]:
+def expected_names(config: Any, chain: ChainParts) -> set[str]:
     """
     Returns the plain names of the tensors that a checkpoint must hold for a chain. The embedding is optional: without
     one, the drafter reads the target's.
@@ -74,7 +74,7 @@ def is_readable(config: Any, name: str) -> bool:
         return int(of_a_head[1] or 0) <= config.num_residual_blocks
     if name == EMBEDDING or is_vocabulary_entry(name):
         return True
-    return name in expected_names(config, Chain(config.num_serial_tokens, 0))
+    return name in expected_names(config, ChainParts(config.num_serial_tokens, 0))
 
 
 def _serial_names(config: Any) -> Iterator[str]:

@@ -76,9 +76,9 @@ class DraftingHead:
 
     def masked(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits `(n, V)` in which all other tokens are minus infinity."""
-        kept = torch.full_like(logits, -torch.inf)
-        kept[:, self.token_ids] = logits[:, self.token_ids]
-        return kept
+        masked = torch.full_like(logits, -torch.inf)
+        masked[:, self.token_ids] = logits[:, self.token_ids]
+        return masked
 
 
 def _is_whole_matrix(lm_head: Any) -> bool:

@@ -13,8 +13,8 @@ from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM, LlamaM
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
 from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
-from .chain import Chain
-from .checkpoint import FUSION, copy_tensor, expected_names, is_of_a_head, is_readable, read_name
+from .chain import ChainParts
+from .checkpoint import FUSION, copy_tensor, drafter_name, expected_names, is_of_a_head, is_readable
 from .contract import check_signatures
 from .heads import BatchedHeads, DraftingHead
 from .layer_fusion import StateFusion
@@ -51,7 +51,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
         _check_method(vllm_config.speculative_config.method, config.target_layer_ids)
-        self.chain = Chain.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
+        self.chain = ChainParts.of_drafter(config, vllm_config.speculative_config.num_speculative_tokens)
         if config.gumiho_fc_bias:
             self.model.fc = ReplicatedLinear(
                 2 * config.hidden_size,
@@ -215,7 +215,7 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
         if self.state_fusion is not None:
             places[FUSION] = self.state_fusion.weight.data
         for given, tensor in weights:
-            name = read_name(given)
+            name = drafter_name(given)
             if name is None or is_vocabulary_mask(name):
                 continue
             seen.add(name)

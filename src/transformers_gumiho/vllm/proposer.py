@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from .chain import Chain
+from .chain import ChainParts
 from .contract import check_signatures
 
 
@@ -34,8 +34,8 @@ class GumihoProposer(EagleProposer):
         self._features: list[torch.Tensor] = []
         self._sampling_metadata: SamplingMetadata | None = None
 
-    def _chain_of(self, num_tokens: int) -> Chain:
-        return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
+    def _chain_of(self, num_tokens: int) -> ChainParts:
+        return ChainParts.of_drafter(self.draft_model_config.hf_config, num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and gives it the target's embedding and output head."""

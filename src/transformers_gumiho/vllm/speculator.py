@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from .chain import Chain
+from .chain import ChainParts
 from .serial_speculator import SerialSpeculator
 
 
@@ -28,8 +28,8 @@ class GumihoSpeculator(SerialSpeculator):
         # The position that is the key of the draw of each request's first token. The other keys follow it.
         self._first_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
 
-    def _chain_of(self, num_tokens: int) -> Chain:
-        return Chain.of_drafter(self.draft_model_config.hf_config, num_tokens)
+    def _chain_of(self, num_tokens: int) -> ChainParts:
+        return ChainParts.of_drafter(self.draft_model_config.hf_config, num_tokens)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Loads the drafter, and gives it the target's embedding and output head."""
@@ -49,7 +49,7 @@ class GumihoSpeculator(SerialSpeculator):
             self._draft_in_parallel(input_batch.num_reqs, chain)
         return tokens
 
-    def _draft_in_parallel(self, num_reqs: int, chain: Chain) -> None:
+    def _draft_in_parallel(self, num_reqs: int, chain: ChainParts) -> None:
         """Writes the tokens of the parallel heads after the serial ones of each request."""
         first = chain.num_serial_tokens
         serial_features = self._serial_features[:, :num_reqs].transpose(0, 1)

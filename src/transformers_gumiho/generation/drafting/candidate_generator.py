@@ -19,6 +19,7 @@ from ..verification.target_states import find_decoder, head_for_drafting
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GenerationView, GumihoDrafter, last_of_rows
+from .first_cycles import FirstCycles
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
@@ -37,11 +38,13 @@ class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
     if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the
-    target's positions have ended, with the root alone. `num_left` counts the cycles of the pause after this one.
+    target's positions have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this
+    one, and `break_even` are the tokens per row that a drafted cycle must commit.
     """
 
     source: Literal["drafter", "context", "pause", "end"]
     num_left: int = 0
+    break_even: float | None = None
 
 
 class DraftingPause:
@@ -89,6 +92,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
+        first_cycles ([`FirstCycles`], *optional*): Counts what the first cycles with this drafter commit.
         longest_run (`int`, *optional*): Most tokens of a run of the context. Unlimited by default.
 
     The other arguments are those of [`GumihoDrafter`].
@@ -96,6 +100,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     context: ContextDrafts | None = None
     break_even: float | None = None
+    first_cycles: FirstCycles | None = None
     longest_run: int | None = None
 
     # Of transformers' protocol.
@@ -149,6 +154,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
+            first_cycles=FirstCycles.of(target, assistant_model),
             longest_run=session.longest_run,
         )
 
@@ -197,15 +203,19 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
         pause = self._pause
-        if pause is not None and self._num_drafted and self.origin.source == "drafter":
+        if self._num_drafted and self.origin.source == "drafter":
             is_open = [length > 0 for length in committed.accepted_lengths]
             right = [0] * len(is_open) if self.context is None else self.context.num_right
             num_open = max(sum(is_open), 1)
-            pause.observe(sum(committed.accepted_lengths) / num_open, sum(compress(right, is_open)) / num_open)
+            tokens = sum(committed.accepted_lengths) / num_open
+            if pause is not None:
+                pause.observe(tokens, sum(compress(right, is_open)) / num_open)
+            if self.first_cycles is not None:
+                self.first_cycles.observe(tokens)
         if is_run:
             return DraftOrigin("context")
         if pause is not None and pause.take_cycle():
-            return DraftOrigin("pause", pause.num_left)
+            return DraftOrigin("pause", pause.num_left, self.break_even)
         return DraftOrigin("drafter")
 
     def _run_lengths(self, num_missing: int) -> range:
@@ -293,9 +303,10 @@ def estimate_break_even(
 ) -> float:
     """
     Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
-    passes of the drafter in a cycle, `T` those of the target's layers and output head. On a CPU,
-    `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `num_computed` are these nodes with
-    what else the pass computes in each row: tokens that run again, and padding. `gumiho tune` measures the value.
+    passes of the drafter in a cycle, `T` those of the target's layers and output head. Of experts those count that one
+    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `num_computed`
+    are these nodes with what else the pass computes in each row: tokens that run again, and padding. `gumiho tune`
+    measures the value.
     """
     estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
     if input_device(target).type == "cpu":
@@ -314,9 +325,10 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     head = num_tokens * text_config.hidden_size
     # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
-    count = num_serial * (_size(drafter.serial_layers) + head) + num_fusions * _size(drafter.fc)
+    layers = _size(drafter.serial_layers, _experts_per_token(text_config))
+    count = num_serial * (layers + head) + num_fusions * _size(drafter.fc)
     if config.is_block:
-        count += _size(drafter.serial_layers) + head + num_tokens * config.markov_rank
+        count += layers + head + num_tokens * config.markov_rank
     elif num_heads:
         count += head + num_heads * _size(drafter.mlp) // config.num_parallel_heads
         count += 0 if drafter.transition is None else _size(drafter.transition)
@@ -327,9 +339,24 @@ def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
     """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
     text_config = drafter.config.get_text_config()
     modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
-    layers = sum(parameter.numel() for module in modules for parameter in module.parameters(recurse=False))
+    per_token = _experts_per_token(target.config.get_text_config(decoder=True))
+    layers = sum(_num_read(parameter, per_token) for module in modules for parameter in module.parameters(False))
     return layers + text_config.vocab_size * text_config.hidden_size
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _size(module: nn.Module, experts_per_token: int | None = None) -> int:
+    return sum(_num_read(parameter, experts_per_token) for parameter in module.parameters())
+
+
+def _num_read(parameter: torch.Tensor, experts_per_token: int | None) -> int:
+    """Returns how many numbers of a parameter a pass over one token reads."""
+    # transformers keeps the weights of all experts in one tensor (experts, rows, columns).
+    if experts_per_token is None or parameter.ndim != 3:
+        return parameter.numel()
+    return parameter[0].numel() * min(experts_per_token, len(parameter))
+
+
+def _experts_per_token(config: Any) -> int | None:
+    """Returns how many experts a token runs, by the text config of a model; `None` where it has none."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    return next((value for name in names if (value := getattr(config, name, None))), None)

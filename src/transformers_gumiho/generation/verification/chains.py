@@ -26,6 +26,7 @@ from .rollback import (
     tensors_in,
 )
 from .session import TargetOutput, TargetSession, text_positions
+from .tree_cache import owned
 
 
 # Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this
@@ -66,6 +67,7 @@ class ChainCache:
                 self._recording.append(layer)
 
     states = None  # of branches, which it cannot hold
+    min_length = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -118,6 +120,9 @@ class ChainCache:
         self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
+        for layer in layers_of(self._cache):
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
+                layer.keys, layer.values = owned(layer.keys), owned(layer.values)
 
     def _settle(self) -> None:
         """Removes what the newest pass left and was not accepted."""

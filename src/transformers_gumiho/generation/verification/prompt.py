@@ -167,7 +167,8 @@ def read_prompt(
     else:
         hidden = None if traits.attention.sees_padding else prompt.mask
         can_rewind = keeps_cache and batch_size > 1
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind)
+        in_windows = None if shapes.are_fixed else num_nodes
+        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)

@@ -190,7 +190,8 @@ class TargetSession:
             if exception[0] is not None:
                 # The caller can distinguish from padding only what every row has committed.
                 lengths = self.cache.lengths
-                self.cache.truncate([length - min(lengths) for length in lengths])
+                shortest = max(min(lengths), self.cache.min_length)
+                self.cache.truncate([max(length - shortest, 0) for length in lengths])
             self.cache.restore(self.prompt.cache)
         if self.memory is not None:
             self.memory.give_back(self.model)

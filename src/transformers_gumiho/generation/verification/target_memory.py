@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...internals import WeightState, mark_static_address
+from ...internals import mark_static_address
+from ...model.target_shape import WeightState
 from ...model.wrappers import as_target
 
 
@@ -47,6 +48,7 @@ class TargetMemory:
         was_recorded: Whether a served folder has begun to record, or has tried to.
         verdicts: Of trials, by what was tried. The oldest go first.
         derived: Tensors that were computed from weights, by the module that other weights belong to, and by name.
+        first_cycles: What the first drafted cycles with a drafter committed.
         static: The tensors of compiled generations that ended, by rows and capacity.
     """
 
@@ -56,6 +58,7 @@ class TargetMemory:
     was_recorded: bool = False
     verdicts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     derived: WeakKeyDictionary[nn.Module, dict[str, _Derived]] = field(default_factory=WeakKeyDictionary)
+    first_cycles: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary)
     static: dict[tuple[int, int], "StaticMemory"] = field(default_factory=dict)
 
     @torch.inference_mode(False)  # or calls outside of inference mode could not use the tensors

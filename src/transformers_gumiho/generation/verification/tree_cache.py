@@ -3,6 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -66,16 +68,34 @@ def has_all_entries(cache: DynamicCache) -> bool:
 
 
 class TreeCacheLayer(DynamicLayer):
-    """Keys and values `(B, heads, capacity, head_dim)` of one layer. Slots before `first_slot` are empty."""
+    """
+    Keys and values `(B, heads, slots, head_dim)` of one layer. Slots before `first_slot` are empty. Layers with a
+    `window` hold the slots of a [`_Span`] alone.
+    """
 
     first_slot = 0
+    window: int | None = None
+
+
+@dataclass
+class _Span:
+    """The slots that layers with a window hold: `size` of them from `first` on."""
+
+    first: int
+    size: int
+
+
+def owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class TreeCache(Cache):
     """
     A cache that holds every position of the context, each row at its own length, and then the entries of the newest
     pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row. Outgrown
-    buffers are replaced by larger ones.
+    buffers are replaced by larger ones. Layers with a window drop entries that no row sees any more.
 
     After [`fix_shapes`] passes see all slots and read no number from the host, so that they can be compiled once. The
     cache then never grows.
@@ -103,7 +123,9 @@ class TreeCache(Cache):
         self.states: TreeStates | None = None
         self._prompt_lengths = self.lengths
         self._device_lengths: torch.Tensor | None = None  # `lengths` as `(B, 1)`, with fixed shapes
-        # Buffers `(n, B, heads, capacity, head_dim)`, each with its `n` layers and names ("keys" or "values").
+        self._spans: dict[int | None, _Span] = {}  # by window
+        self._is_running = [True] * batch_size  # rows whose newest path was not empty
+        # Buffers `(n, B, heads, slots, head_dim)`, each with its `n` layers and names ("keys" or "values").
         # Layers of one shape share a buffer, so that one step rearranges them all.
         self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
         # Indices that each layer asks for, until the number of slots changes.
@@ -118,6 +140,7 @@ class TreeCache(Cache):
         memory: StaticMemory | None = None,
         length: int | None = None,
         can_rewind: bool = False,
+        num_nodes: int | None = None,
     ) -> "TreeCache":
         """
         Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
@@ -130,6 +153,8 @@ class TreeCache(Cache):
             context_mask: As for [`hide`].
             length: Entries of the prompt; by default the cache counts them, which one of states alone cannot.
             can_rewind: Whether [`truncate`] may be called with states, which takes a copy of them.
+            num_nodes: Nodes of a pass. With it, sliding layers hold no more than their window and a pass. Shapes are
+                then not fixed.
         """
         length = cache.get_seq_length() if length is None else length
         # Layers that read the keys and values of another one have none of their own, nor have those of states alone.
@@ -141,8 +166,14 @@ class TreeCache(Cache):
         tree_cache = cls(num_rows, max(capacity, length), memory)
         tree_cache.states = states
         tree_cache.layers = [new for new, _ in pairs]
-        num_bytes = sum(old.keys.nbytes + old.values.nbytes for _, old in filled)
-        num_bytes = num_bytes * tree_cache.capacity // max(length, 1)  # outgrown buffers are copied with free slots
+        # States go back to the prompt, whose window is then needed.
+        if num_nodes is not None and states is None:
+            tree_cache._hold_windows(filled, length, num_nodes)
+        # Outgrown buffers are copied with their free slots.
+        num_bytes = sum(
+            (old.keys.nbytes + old.values.nbytes) * tree_cache._num_slots(new.window) // max(old.keys.shape[2], 1)
+            for new, old in filled
+        )
         at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
         tree_cache.commit([length] * len(tree_cache.lengths))
         tree_cache._prompt_lengths = tree_cache.lengths
@@ -152,8 +183,10 @@ class TreeCache(Cache):
                 tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
                 for new, old in moved:
                     new.first_slot = length - old.keys.shape[2]
-                    new.keys[:, :, new.first_slot : length] = old.keys
-                    new.values[:, :, new.first_slot : length] = old.values
+                    slots = slice(
+                        new.first_slot - tree_cache._first(new.window), length - tree_cache._first(new.window)
+                    )
+                    new.keys[:, :, slots], new.values[:, :, slots] = old.keys, old.values
                     old.keys = old.values = None
         except BaseException:
             # Above all out of memory, as the cache exists twice in part.
@@ -161,6 +194,24 @@ class TreeCache(Cache):
             raise
         tree_cache.hide(context_mask)
         return tree_cache
+
+    def _hold_windows(self, layers: Sequence[tuple[TreeCacheLayer, Any]], length: int, num_nodes: int) -> None:
+        """Notes which layers hold a window alone: sliding ones, unless they record the past for the caller."""
+        for new, old in layers:
+            if isinstance(old, DynamicSlidingWindowLayer) and not old.record_past:
+                new.window = window = old.sliding_window
+                num_held = max(old.keys.shape[2], length - self._first(window) if window in self._spans else 0)
+                # With room for further tokens, so that entries are seldom dropped.
+                size = min(num_held + num_nodes + window // 2, self.capacity - (length - num_held))
+                self._spans[window] = _Span(length - num_held, size)
+
+    def _first(self, window: int | None) -> int:
+        """Returns the first slot that layers with this window hold."""
+        return self._spans[window].first if window in self._spans else 0
+
+    def _num_slots(self, window: int | None) -> int:
+        """Returns how many slots layers with this window hold."""
+        return self._spans[window].size if window in self._spans else self.capacity
 
     def hide(self, context_mask: torch.Tensor | None) -> None:
         """Hides the entries where `context_mask` `(B, T)` is zero (padding) from all passes that follow."""
@@ -210,12 +261,29 @@ class TreeCache(Cache):
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
     ) -> torch.Tensor:
         """Returns the mask of the next pass; the arguments are those of [`tree_attention_mask`]."""
-        num_slots = self.capacity
-        if self._device_lengths is None:
-            num_slots = max(self.lengths) + visible.shape[2]
-            self.context_mask = _extended(self.context_mask, num_slots)
-        starts = self.starts(visible.device)
-        return tree_attention_mask(visible, depths, starts, num_slots, dtype, self.context_mask, window)
+        if self._device_lengths is not None:
+            starts = self.starts(visible.device)
+            return tree_attention_mask(visible, depths, starts, self.capacity, dtype, self.context_mask, window)
+        num_slots = max(self.lengths) + visible.shape[2]
+        self.context_mask = context_mask = _extended(self.context_mask, num_slots)
+        if window in self._spans:
+            self._make_room(window, num_slots)
+        first = self._first(window)
+        if context_mask is not None:
+            context_mask = context_mask[:, first:]
+        starts = self._starts_after(first, visible.device)
+        return tree_attention_mask(visible, depths, starts, num_slots - first, dtype, context_mask, window)
+
+    def _make_room(self, window: int | None, stop: int) -> None:
+        """Makes layers with this window hold the slots up to `stop`, without those that no running row sees."""
+        span = self._spans[window]
+        if window is None or stop <= span.first + span.size:
+            return
+        running = [*compress(self.lengths, self._is_running)] or self.lengths
+        first = max(min(running) - window, span.first)
+        size = stop - first + window // 2
+        self._replace_buffers(window, first - span.first, size)
+        span.first, span.size = first, size
 
     def needs_no_mask(self, num_new: int, window: int | None = None) -> bool:
         """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
@@ -248,10 +316,10 @@ class TreeCache(Cache):
             self.states.keep(nodes, accepted_lengths)
         if self._device_lengths is not None:
             # As many nodes every time; the entries after the accepted ones are dropped again.
-            self._move(nodes, self._device_lengths)
+            self._move(nodes)
         elif (longest := max(accepted_lengths)) > 1:
             # The root is the first entry and stays where it is.
-            self._move(nodes[:, :longest], self.starts(nodes.device))
+            self._move(nodes[:, :longest])
         self.commit(accepted_lengths)
 
     def commit(self, accepted_lengths: Sequence[int]) -> None:
@@ -269,6 +337,7 @@ class TreeCache(Cache):
     def count(self, accepted_lengths: Sequence[int]) -> None:
         """Counts committed entries on the host."""
         self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        self._is_running = [number > 0 for number in accepted_lengths]
         self.num_pending = 0
         self._known.clear()
 
@@ -282,6 +351,11 @@ class TreeCache(Cache):
             num_removed = [now - then for now, then in zip(self.lengths, self._prompt_lengths, strict=True)]
         self.commit([-number for number in num_removed])
 
+    @property
+    def min_length(self) -> int:
+        """Rows cannot be truncated to fewer entries than this, as entries before a window are gone."""
+        return max((span.first + (window or 0) - 1 for window, span in self._spans.items() if span.first), default=0)
+
     def restore(self, cache: DynamicCache) -> None:
         """
         Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
@@ -290,9 +364,10 @@ class TreeCache(Cache):
         if self.states is not None:
             self.states.restore()
         length = max(self.lengths)
-        for group, _ in self._groups:
+        for group, users in self._groups:
+            first = self._first(users[0][0].window)
             for row, end in enumerate(self.lengths):
-                group[:, row, :, end:length] = 0
+                group[:, row, :, max(end - first, 0) : length - first] = 0
         restored = []
         for old, new in zip(cache.layers, self.layers, strict=True):
             if new.keys is None or getattr(old, "keys", None) is not None:
@@ -302,16 +377,15 @@ class TreeCache(Cache):
                 old.cumulative_length = length
                 if not old.record_past:
                     start = max(length - old.sliding_window + 1, start)
-            old.keys, old.values = new.keys[:, :, start:length], new.values[:, :, start:length]
+            slots = slice(start - self._first(new.window), length - self._first(new.window))
+            old.keys, old.values = new.keys[:, :, slots], new.values[:, :, slots]
             restored.append(old)
         # All layers are whole from here on, also if there is no memory for copies.
         self.layers.clear()
         self._groups.clear()
         for old in restored:
-            # A view keeps all of the buffer alive; where most of it is unused, a copy costs less. Static memory is for
-            # the next generation.
-            if self.memory is not None or self.capacity > 1.25 * old.keys.shape[2]:
-                old.keys, old.values = old.keys.clone(), old.values.clone()
+            # A view keeps all of a buffer alive, and is saved with it. Each buffer is freed with its last layer.
+            old.keys, old.values = owned(old.keys), owned(old.values)
 
     @property
     def _is_uniform(self) -> bool:
@@ -322,16 +396,24 @@ class TreeCache(Cache):
             self._known[device] = upload(self.lengths, device)[:, None]
         return self._known[device]
 
+    def _starts_after(self, first: int, device: torch.device) -> int | torch.Tensor:
+        """Returns the committed slots counted from `first`, as [`starts`] does."""
+        starts = self.starts(device)
+        if first == 0:
+            return starts
+        # Rows that have ended may lie before it. Nobody reads what they compute.
+        return starts - first if isinstance(starts, int) else (starts - first).clamp(min=0)
+
     def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        num_new = keys.shape[2]
-        stop = self.get_seq_length() + num_new
-        if stop > self.capacity:
-            self.reserve(stop)
+        num_new, first = keys.shape[2], self._first(layer.window)
+        stop = self.get_seq_length() + num_new - first
+        if stop > self._num_slots(layer.window):
+            self.reserve(stop, layer.window)
         for buffer, states in ((layer.keys, keys), (layer.values, values)):
             if self._is_uniform:
                 buffer[:, :, stop - num_new : stop] = states
             else:
-                index = self._index_of_new(states.shape[1], num_new, buffer.device)
+                index = self._index_of_new(states.shape[1], num_new, first, buffer)
                 buffer.view(-1, buffer.shape[3]).index_copy_(0, index, states.reshape(-1, states.shape[3]))
         return layer.keys[:, :, :stop], layer.values[:, :, :stop]
 
@@ -348,12 +430,13 @@ class TreeCache(Cache):
                 buffer.transpose(1, 2).index_put_((rows, slots), states.transpose(1, 2))
         return layer.keys, layer.values
 
-    def _index_of_new(self, num_heads: int, num_new: int, device: torch.device) -> torch.Tensor:
+    def _index_of_new(self, num_heads: int, num_new: int, first: int, buffer: torch.Tensor) -> torch.Tensor:
         """Returns `(B * num_heads * num_new,)`: the new entries in a layer's flattened buffer."""
-        key = device, num_heads, num_new, self.num_pending
+        device, num_slots = buffer.device, buffer.shape[2]
+        key = device, num_heads, num_new, self.num_pending, first, num_slots
         if key not in self._known:
-            slots = self._starts_of_rows(device) + self.num_pending + torch.arange(num_new, device=device)
-            firsts = _first_slots((len(self.lengths), num_heads), self.capacity, device)
+            slots = self._starts_after(first, device) + self.num_pending + torch.arange(num_new, device=device)
+            firsts = _first_slots((len(self.lengths), num_heads), num_slots, device)
             self._known[key] = (firsts + slots[:, None]).flatten()
         return self._known[key]
 
@@ -362,12 +445,13 @@ class TreeCache(Cache):
         members = defaultdict(list)
         for layer, keys, values in states:
             for name, like in (("keys", keys), ("values", values)):
-                members[like.shape[1], like.shape[3], like.dtype, like.device].append((layer, name))
+                kind = like.shape[1], like.shape[3], like.dtype, like.device, layer.window
+                members[kind].append((layer, name))
             layer.is_initialized = True
-        for (num_heads, head_dim, dtype, device), users in members.items():
+        for (num_heads, head_dim, dtype, device, window), users in members.items():
             # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
             make_zeros = torch.zeros if self.memory is None else self.memory.zeros
-            shape = (len(users), len(self.lengths), num_heads, self.capacity, head_dim)
+            shape = (len(users), len(self.lengths), num_heads, self._num_slots(window), head_dim)
             self.add_group(make_zeros(shape, dtype=dtype, device=device), users)
 
     def add_group(self, group: torch.Tensor, users: list[tuple[Any, str]]) -> None:
@@ -375,31 +459,43 @@ class TreeCache(Cache):
         for view, (layer, name) in zip(group, users, strict=True):
             setattr(layer, name, view)
 
-    def reserve(self, num_slots: int) -> None:
-        """Copies the buffers, a few layers at a time, to larger ones with at least `num_slots` slots."""
-        old_capacity, self.capacity = self.capacity, num_slots + max(GROWTH, num_slots // 4)
+    def reserve(self, num_slots: int, window: int | None = None) -> None:
+        """Makes layers with this window, or those without one, hold at least `num_slots` slots."""
+        if window in self._spans:
+            self._spans[window].size = num_slots + (window or 0) // 2
+        else:
+            self.capacity = num_slots + max(GROWTH, num_slots // 4)
+        self._replace_buffers(window, 0, self._num_slots(window))
+
+    def _replace_buffers(self, window: int | None, num_dropped: int, num_slots: int) -> None:
+        """
+        Copies the buffers of layers with this window, a few layers at a time, to larger ones of `num_slots`, without
+        their first `num_dropped` slots.
+        """
         self._known.clear()
-        outgrown, self._groups = self._groups, []
+        outgrown = [group for group in self._groups if group[1][0][0].window == window]
+        self._groups = [group for group in self._groups if group[1][0][0].window != window]
         num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
         while outgrown:
             group, users = outgrown.pop()
             at_once = max(int(num_moved / group[0].nbytes), 1)
             for first in range(0, len(users), at_once):
-                old = group[first : first + at_once]
-                grown = group.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                grown[:, :, :, :old_capacity] = old
+                old = group[first : first + at_once, :, :, num_dropped:]
+                grown = old.new_zeros(*old.shape[:3], num_slots, old.shape[4])
+                grown[:, :, :, : old.shape[3]] = old
                 self.add_group(grown, users[first : first + at_once])
 
-    def _move(self, nodes: torch.Tensor, starts: int | torch.Tensor) -> None:
-        """Moves entries `nodes` `(B, n)`, counted from the slots `starts` `(B, 1)`, to the first of these slots."""
+    def _move(self, nodes: torch.Tensor) -> None:
+        """Moves entries `nodes` `(B, n)`, counted from the committed ones, to the slots right after these."""
         known: dict[Any, Any] = {}  # groups that are alike share their indices
-        for group, _ in self._groups:
-            device, kind = group.device, (group.device, *group.shape[:3])
+        for group, users in self._groups:
+            device, first = group.device, self._first(users[0][0].window)
+            kind = device, first, *group.shape[:4]
             if kind not in known:
-                begins = starts if isinstance(starts, int) else starts.to(device)
-                kept = (begins + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
-                firsts = _first_slots(group.shape[:3], self.capacity, device)
-                known[kind] = [(firsts + slots[:, None]).flatten() for slots in (begins + nodes.to(device), kept)]
+                starts = self._starts_after(first, device)
+                kept = (starts + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
+                firsts = _first_slots(group.shape[:3], group.shape[3], device)
+                known[kind] = [(firsts + slots[:, None]).flatten() for slots in (starts + nodes.to(device), kept)]
             source, target = known[kind]
             # Rows of the flattened buffer: several times as fast as gathering and scattering single numbers.
             entries = group.view(-1, group.shape[4])

@@ -172,6 +172,8 @@ def _converse(
                 num_tokens=sum(map(len, found.answers)),
                 equal=found.answers == taken[0].answers,
                 accepted_lengths=found.accepted_lengths,
+                draft_origins=found.draft_origins,
+                break_even=found.break_even,
                 stages=found.stages,
                 repeat_seconds=repeat_seconds if mode is modes[0] else None,
             )

@@ -15,9 +15,17 @@ OVERALL = "overall"
 _BASELINES = (PROMPT_LOOKUP, ASSISTED, PLAIN_COMPILED)
 _BOOTSTRAP_SAMPLES = 2000
 _HEADER = (
-    "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau micro / macro | draft / verify / rest | "
-    "equal to plain |"
+    "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau (by prompt) | tokens per pass (paused) | "
+    "draft / verify / rest | equal to plain |"
 )
+_COLUMNS = """\
+- **tokens/s**: the median over the batches, and its quartiles, prompts included.
+- **speed-up**: the speed divided by plain decoding's on the same prompts, the median and its 95% interval.
+- **tau**: tokens that a pass of the target commits if the drafter drafted. In parentheses: the mean over the prompts.
+- **tokens per pass**: over all passes, also those without drafts. In parentheses: passes in which the drafter paused.
+- **draft / verify / rest**: shares of the time of a cycle.
+- **equal to plain**: batches whose texts are all those of plain decoding.
+"""
 # On an idle machine, two runs of plain decoding differ by at most this factor.
 _IDLE_SPREAD = 1.1
 
@@ -38,6 +46,8 @@ class Sample:
         num_tokens: New tokens of all prompts, without padding.
         equal: Whether every text is that of plain decoding.
         accepted_lengths: For each prompt, the tokens that each verification cycle committed, if there are cycles.
+        draft_origins: For each cycle, where its drafts came from. By default the drafter's.
+        break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         stages: Seconds of each stage, if there are any. On other devices than a CPU, these are from a separate run.
         repeat_seconds: Time of a second run, for some samples of plain decoding.
     """
@@ -54,6 +64,8 @@ class Sample:
     accepted_lengths: list[list[int]] | None
     stages: dict[str, float] | None
     repeat_seconds: float | None = None
+    draft_origins: list[str] | None = None
+    break_even: float | None = None
 
     @property
     def speed(self) -> float:
@@ -95,9 +107,12 @@ class SummaryRow:
         with_plain: The comparison with plain decoding.
         against: Comparisons with prompt lookup and assisted generation, by their names. For compiled modes, also with
             compiled plain decoding.
-        tau_micro: Tokens per cycle, over all cycles; `None` without cycles.
-        tau_macro: Tokens per cycle of each prompt, averaged over the prompts.
-        acceptance_per_position: Share of cycles in which at least 1, 2, ... drafted tokens were accepted.
+        tau_micro: Tokens per drafted cycle; `None` without one.
+        tau_macro: Tokens per drafted cycle of each prompt, averaged over the prompts.
+        acceptance_per_position: Share of drafted cycles in which at least 1, 2, ... drafted tokens were accepted.
+        tokens_per_pass: Tokens per pass, over all passes after the prefill; `None` without cycles.
+        paused_share: Share of these passes in which the drafter was paused.
+        break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
         repeat_spread: For plain decoding, the slower time of two runs of a batch divided by the faster one, as the
             upper quartile. On an idle machine it is close to 1.
@@ -115,6 +130,9 @@ class SummaryRow:
     tau_micro: float | None
     tau_macro: float | None
     acceptance_per_position: list[float] | None
+    tokens_per_pass: float | None
+    paused_share: float
+    break_even: float | None
     shares: dict[str, float] | None
     repeat_spread: float | None
 
@@ -145,7 +163,13 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
     baselines = [name for name in _BASELINES if name != PLAIN_COMPILED or mode.endswith(COMPILED)]
     runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
-    acceptance = acceptance_statistics(lengths) if any(lengths) else None
+    origins = [sample.draft_origins for sample in samples for _ in sample.accepted_lengths or []]
+    acceptance = None
+    if any(lengths):
+        acceptance = acceptance_statistics(
+            lengths, draft_origins=[of or ["drafter"] * len(row) for of, row in zip(origins, lengths, strict=True)]
+        )
+    costs = [sample.break_even for sample in samples if sample.break_even is not None]
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}
     lower, median, upper = np.percentile([sample.speed for sample in samples], [25, 50, 75])
@@ -162,6 +186,9 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
         tau_micro=acceptance.tau_micro if acceptance else None,
         tau_macro=acceptance.tau_macro if acceptance else None,
         acceptance_per_position=acceptance.acceptance_per_position if acceptance else None,
+        tokens_per_pass=acceptance.tokens_per_pass if acceptance else None,
+        paused_share=acceptance.paused_share if acceptance else 0.0,
+        break_even=float(np.median(costs)) if costs else None,
         shares={name: value / sum(seconds.values()) for name, value in seconds.items()} if stages else None,
         repeat_spread=float(np.quantile([slow / fast for fast, slow in runs], 0.75)) if runs else None,
     )
@@ -183,14 +210,20 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def markdown(rows: Sequence[SummaryRow]) -> str:
-    """Returns one table per temperature, batch size and category."""
+    """Returns one table per temperature, batch size and category, and what the columns mean."""
     sections = []
     for section in dict.fromkeys((row.temperature, row.batch_size, row.category) for row in rows):
         temperature, batch_size, category = section
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        lines = [title, "", _HEADER, "|---" * 6 + "|", *map(_line, chosen)]
+        lines = [title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]
+        lines += [
+            f"\n{row.mode}: the drafter was paused in {row.paused_share:.0%} of the passes, because a drafted pass "
+            f"costs {row.break_even:.1f} steps of plain decoding here. `--break_even 1` never pauses."
+            for row in chosen
+            if row.break_even is not None
+        ]
         # Each baseline with which modes are compared, answer by answer.
         for baseline in dict.fromkeys(name for row in chosen for name in row.against):
             found = [(row.mode, row.against[baseline]) for row in chosen if baseline in row.against]
@@ -204,7 +237,7 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
                 f"(limit {_IDLE_SPREAD}). Close other programs and run the benchmark again.",
             ]
         sections.append("\n".join(lines))
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join([*sections, _COLUMNS])
 
 
 def _ratio(comparison: Comparison) -> str:
@@ -216,8 +249,12 @@ def _line(row: SummaryRow) -> str:
     speedup = "1" if row.mode == PLAIN.name else _ratio(row.with_plain)
     if round(row.speedup, 2) < 1:
         speedup += " **slower than plain**"
-    tau = "" if row.tau_micro is None else f"{row.tau_micro:.2f} / {row.tau_macro:.2f}"
+    tau = "" if row.tau_micro is None else f"{row.tau_micro:.2f} ({row.tau_macro:.2f})"
+    passes = "" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}"
+    passes += f" ({row.paused_share:.0%})" * (row.paused_share > 0)
     shares = row.shares or {}
     times = " / ".join(f"{shares[name]:.0%}" for name in ("draft", "verify", "rest") if name in shares)
     equal = f"{row.num_equal} of {row.num_samples}"
-    return f"| {row.mode} | {median:.1f} ({lower:.1f}-{upper:.1f}) | {speedup} | {tau} | {times} | {equal} |"
+    return (
+        f"| {row.mode} | {median:.1f} ({lower:.1f}-{upper:.1f}) | {speedup} | {tau} | {passes} | {times} | {equal} |"
+    )

@@ -29,6 +29,8 @@ class DecodingTime:
         answers: New tokens of each row, up to its end.
         total_seconds: Time of the call, prompt included.
         accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
+        draft_origins: For each cycle, where its drafts came from.
+        break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
     """
 
@@ -38,6 +40,8 @@ class DecodingTime:
     answers: list[list[int]] = field(default_factory=list)
     total_seconds: float = 0.0
     accepted_lengths: list[list[int]] | None = None
+    draft_origins: list[str] | None = None
+    break_even: float | None = None
     stages: dict[str, float] | None = None
 
     @property
@@ -89,6 +93,8 @@ def time_decoding(
         answers=[_up_to_end(row[length:], ends) for row in output.sequences.tolist()],
         total_seconds=timer.total,
         accepted_lengths=getattr(output, "accepted_lengths", None),
+        draft_origins=getattr(output, "draft_origins", None),
+        break_even=timer.break_even,
         stages=timer.stages() if stages and drafters else None,
     )
 
@@ -122,7 +128,7 @@ class StageTimer(GenerationObserver):
     """
     The times of a generation, by a clock in seconds: its `start`, when the target had read the prompt (`prompt_end`),
     when nothing more was drafted, as one token was missing (`end_of_drafts`), and its `end`. `num_cycles` counts the
-    passes over trees.
+    passes over trees, and `break_even` is what a drafted pass had to commit, if the drafter paused.
     """
 
     def __init__(self, devices: tuple[torch.device, ...], with_stages: bool):
@@ -132,6 +138,7 @@ class StageTimer(GenerationObserver):
         self.num_cycles = 0
         self.prompt_end = 0.0
         self.end_of_drafts: float | None = None
+        self.break_even: float | None = None
         self.start = self.end = self._first_cycle = self.now()
 
     def on_stage_begin(self, stage: Stage) -> None:
@@ -151,6 +158,8 @@ class StageTimer(GenerationObserver):
     def on_tree(self, origin: DraftOrigin) -> None:
         if origin.source == "end":
             self.end_of_drafts = self.now()
+        if origin.source == "pause":
+            self.break_even = origin.break_even
 
     def now(self) -> float:
         """The clock's time when the devices have finished their work."""

@@ -78,6 +78,9 @@ class PairArguments:
     device_map: str | None = option("`device_map` for the target, e.g. `auto` (default: one device).")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
     chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
+    target_layer_ids: list[int] | None = option(
+        "Layers of the target that the drafter reads, counted from 0 (default: as its config says)."
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -112,6 +115,9 @@ class DraftingArguments(PairArguments):
     num_assistant_tokens: int | None = option(f"Draft tokens verified per cycle {_BY_DEFAULT}")
     branching_factor: int | None = option(f"Tokens kept at each serial step; 1 drafts a chain {_BY_DEFAULT}")
     draft_temperature: float | None = option(f"Temperature of the draft probabilities {_BY_DEFAULT}")
+    break_even: float | None = option(
+        f"Tokens that a drafted pass must commit to pay; with 1 the drafter never pauses {_BY_DEFAULT}", at_least=1
+    )
     prompt_lookup_num_tokens: int | None = option(
         f"Maximum number of tokens to draft by prompt lookup; 0 for none {_BY_DEFAULT}"
     )

@@ -36,6 +36,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
     target, tokenizer = load_target(args)
     with as_user_errors():
         name, options = own_mtp_layers(target.config) if is_own else (args.assistant, {})
+        if args.target_layer_ids is not None:
+            options = options | {"target_layer_ids": args.target_layer_ids}
         drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=drafter_device(target), **options)
     check_pair(target, drafter)
     drafter.share_embedding(target)
@@ -46,8 +48,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     """
-    Gives a drafter the settings that options name. If these change the tree, `break_even` is removed, because it was
-    measured with another tree. It was measured without prompt lookup, which does not change it.
+    Gives a drafter the settings that options name. If these change the tree, a `break_even` of the drafter's files is
+    removed, because it was measured with another tree. Prompt lookup does not change it: it was measured without.
 
     Raises:
         ValueError: A setting is out of range.
@@ -55,9 +57,9 @@ def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     config, before = drafter.generation_config, own_settings(drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
     given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
-    if (lookup := given.pop("prompt_lookup_num_tokens", None)) is not None:
-        config.update(prompt_lookup_num_tokens=lookup)
+    apart = {name: given.pop(name) for name in ("prompt_lookup_num_tokens", "break_even") if name in given}
     override_settings(config, **given)
+    config.update(**apart)
     own_settings(drafter)
 
 

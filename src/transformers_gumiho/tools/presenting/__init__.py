@@ -1,5 +1,6 @@
 """Showing people what a drafter does: answers whose accepted drafts are colored, draft trees, and a web page."""
 
+from .answer_svg import show_answer
 from .answering import Answer, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .command import demo, generate, make_page, show
@@ -16,6 +17,7 @@ __all__ = [
     "generate",
     "make_page",
     "show",
+    "show_answer",
     "stream_answer",
     "watch_cycles",
 ]

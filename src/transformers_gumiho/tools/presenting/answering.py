@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,18 @@ from ...model.modeling_gumiho import GumihoModel
 from .cycles import CONTEXT, INCOMPLETE, Cycle, watch_cycles
 
 
+class Piece(NamedTuple):
+    """A piece of an answer, in complete characters. `source` is "draft" if it holds accepted drafts alone."""
+
+    text: str
+    source: Literal["draft", "pause", "target"]
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it holds accepted drafts alone."""
+        return self.source == "draft"
+
+
 @dataclass
 class Answer(BaseStreamer):
     """
@@ -22,8 +34,8 @@ class Answer(BaseStreamer):
 
     Attributes:
         tokens: The new tokens.
-        pieces: Their text in pieces of complete characters, each with whether it holds accepted drafts alone. A
-            character that needs a token of the target's own is no accepted draft.
+        pieces: Their text. A character that needs a token of the target's own is no accepted draft. What the target
+            writes alone while the drafter pauses is a "pause".
         cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
         seconds: From the prompt to the newest token, without `waited`.
         waited: Seconds in which other answers had the models.
@@ -33,7 +45,7 @@ class Answer(BaseStreamer):
     """
 
     tokens: list[int] = field(default_factory=list)
-    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     seconds: float = 0.0
     waited: float = 0.0
@@ -43,9 +55,18 @@ class Answer(BaseStreamer):
 
     @property
     def tau(self) -> float | None:
-        """The mean acceptance length: tokens per cycle, bonus tokens included. `None` without a cycle."""
-        cycles = list(self.cycles)
-        return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
+        """The mean acceptance length: tokens per *drafted* cycle, bonus tokens included. `None` without one."""
+        return _tokens_per_cycle([cycle for cycle in list(self.cycles) if cycle.is_drafted])
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens per pass of the target, also of passes without drafts. The prefill and its token do not count."""
+        return _tokens_per_cycle(list(self.cycles))
+
+    @property
+    def num_paused(self) -> int:
+        """Cycles in which the drafter was paused."""
+        return sum(cycle.is_paused for cycle in list(self.cycles))
 
     @property
     def speed(self) -> float:
@@ -61,7 +82,7 @@ class Answer(BaseStreamer):
         self._tokenizer, self._has_cycles, self._start = tokenizer, has_cycles, time.perf_counter()
         self._num_written = 0
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
-        self._piece: list[tuple[int, bool]] = []
+        self._piece: list[tuple[int, str]] = []
         self.progress = "generating"
 
     def put(self, value: torch.Tensor) -> None:
@@ -71,24 +92,24 @@ class Answer(BaseStreamer):
             return
         self.tokens.append(int(value))
         if not self._has_cycles or len(self.tokens) == 1:  # the first token is chosen after the prompt
-            self._write(num_drafts=0)
+            self._write()
             self.on_step()
 
     def end_cycle(self, cycle: Cycle) -> None:
         """Takes the cycle whose tokens have come."""
         self.cycles.append(cycle)
-        self._write(len(cycle.accepted))
+        self._write(len(cycle.accepted), "pause" if cycle.is_paused else "target")
         self.on_step()
 
     def end(self) -> None:
         """Hands on the end of a text that ends within a character or, interrupted, within a cycle."""
-        self._write(num_drafts=0)
+        self._write()
         self._hand_on(is_last=True)
 
-    def _write(self, num_drafts: int) -> None:
-        """Hands on the tokens that have come, of which the first are accepted drafts."""
+    def _write(self, num_drafts: int = 0, source: Literal["pause", "target"] = "target") -> None:
+        """Hands on the tokens that have come. The first ones are accepted drafts; the others come from `source`."""
         for index, token in enumerate(self.tokens[self._num_written :]):
-            self._piece.append((token, index < num_drafts))
+            self._piece.append((token, "draft" if index < num_drafts else source))
             self._hand_on()
         self._num_written = len(self.tokens)
         self.seconds = time.perf_counter() - self._start - self.waited
@@ -100,11 +121,16 @@ class Answer(BaseStreamer):
             return
         # A prompt may end within a character, which is then written completely.
         if text := text[len(self._decode(context).rstrip(INCOMPLETE)) :]:
-            self.pieces.append((text, all(is_draft for _, is_draft in self._piece)))
+            sources = {source for _, source in self._piece}
+            self.pieces.append(Piece(text, sources.pop() if len(sources) == 1 else "target"))
         self._context, self._piece = (context + piece)[-CONTEXT:], []
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _tokens_per_cycle(cycles: Sequence[Cycle]) -> float | None:
+    return sum(len(cycle.committed) for cycle in cycles) / len(cycles) if cycles else None
 
 
 def stream_answer(

@@ -22,10 +22,12 @@ class GenerateArguments(TerminalArguments):
 
     prompt: str | None = option("Prompt to answer (default: each line that you type).")
     prompts: str | None = prompts_field()
+    system: str | None = option("System prompt of the conversation, if the chat template has one.")
     max_new_tokens: int = option("Maximum number of tokens in an answer.", 256, at_least=1)
     temperature: float = option("Sampling temperature; 0 is greedy.", 0.0, at_least=0)
     seed: int = option("Seed for sampling.", 0)
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
+    output: str | None = option("Also draw the answer to --prompt into this SVG file.")
 
     @property
     def has_prompts(self) -> bool:

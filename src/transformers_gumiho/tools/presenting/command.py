@@ -16,6 +16,7 @@ from ...model.modeling_gumiho import GumihoModel
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
 from ..pairs import load_pair
+from .answer_svg import answer_svg
 from .answering import Answer, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
 from .cycles import Cycle, label_cycle
@@ -45,10 +46,15 @@ def generate(args: GenerateArguments) -> list[Answer]:
         The answers with the drafter.
 
     Raises:
-        ValueError: Both `args.prompt` and `args.prompts` are given, or a prompt has no tokens.
+        ValueError: Both `args.prompt` and `args.prompts` are given, a prompt has no tokens, or `args.output` is no
+            .svg file.
     """
     if args.prompt is not None and args.prompts is not None:
         raise UserValueError("--prompt and --prompts cannot be given together. Leave one of them out.")
+    if args.output is not None:
+        _check_output(args.output)
+        if args.prompt is None:
+            raise UserValueError("--output draws one answer. Give its --prompt.")
     conversations: list[Iterable[str]] = [_typed_lines() if args.prompt is None else [args.prompt]]
     if args.prompt is None and args.prompts is not None:
         conversations = [question.turns for question in read_prompts(args.prompts)]
@@ -60,7 +66,8 @@ def generate(args: GenerateArguments) -> list[Answer]:
         texts: list[str] = []
         for line in lines:
             turns.append(line)
-            answers.append(_answer(args, models, _encode(tokenizer, turns, texts), seed=args.seed + len(answers)))
+            prompt = _encode(tokenizer, turns, texts, args.system)
+            answers.append(_answer(args, models, prompt, seed=args.seed + len(answers)))
             texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
             if args.has_prompts and answers[-1].progress == "stopped":
                 return answers
@@ -80,8 +87,8 @@ def show(args: ShowArguments) -> Cycle:
     Raises:
         ValueError: The text ends before this cycle, or `args.output` is no .svg file.
     """
-    if args.output is not None and Path(args.output).suffix != ".svg":
-        raise UserValueError(f"A tree can be drawn into an .svg file, got --output {args.output}.")
+    if args.output is not None:
+        _check_output(args.output)
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
 
@@ -101,10 +108,19 @@ def show(args: ShowArguments) -> Cycle:
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
     sys.stdout.write(draw_in_terminal(cycle, labels, colors=wants_colors(args.color, sys.stdout)) + "\n")
     if args.output is not None:
-        with as_user_errors():
-            Path(args.output).write_text(tree_svg(cycle, labels, is_alone=True) + "\n", encoding="utf-8")
-        sys.stdout.write(f"\ndrawn into {args.output}\n")
+        _draw_into(args.output, tree_svg(cycle, labels, is_alone=True) + "\n")
     return cycle
+
+
+def _check_output(output: str) -> None:
+    if Path(output).suffix != ".svg":
+        raise UserValueError(f"A picture is drawn into an .svg file, got --output {output}. Change its ending.")
+
+
+def _draw_into(output: str, svg: str) -> None:
+    with as_user_errors():
+        Path(output).write_text(svg, encoding="utf-8")
+    sys.stdout.write(f"\ndrawn into {output}\n")
 
 
 def demo(args: DemoArguments) -> None:
@@ -121,7 +137,12 @@ def demo(args: DemoArguments) -> None:
     _check_address(args.host, args.port or 0)
     page = make_page(args)
     with as_user_errors():  # the port may be taken by now
-        page.launch(server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True)
+        # Quiet, because Gradio would advertise public links.
+        _, address, _ = page.launch(
+            server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True, quiet=True
+        )
+    sys.stdout.write(f"Open {address} in a browser. Ctrl-C ends the page.\n")
+    sys.stdout.flush()
     try:
         while True:  # Gradio's own loop would swallow Ctrl-C
             time.sleep(1)
@@ -170,7 +191,9 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
         for assistant in (drafter, None):
             answer_with(assistant, min(_WARM_UP_TOKENS, args.max_new_tokens), is_shown=False)
     answer = answer_with(drafter, args.max_new_tokens)
-    sys.stdout.write(f"\n\n{describe_answer(answer, colors)}\n")
+    sys.stdout.write(f"\n\n{describe_answer(answer, target.dtype, colors)}\n")
+    if args.output is not None:
+        _draw_into(args.output, answer_svg(answer, args.prompt))
     if args.compare and answer.progress == "done":
         sys.stdout.write("\n")
         plain = answer_with(None, args.max_new_tokens)
@@ -181,10 +204,12 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
     return answer
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str]) -> list[int]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, turns: list[str], texts: list[str], system: str | None = None
+) -> list[int]:
     # Bytes of another encoding than the terminal's arrive as characters that no tokenizer reads.
     turns = [turn.encode(errors="surrogateescape").decode(errors="replace") for turn in turns]
-    prompt = encode_turn(tokenizer, turns, texts)
+    prompt = encode_turn(tokenizer, turns, texts, system)
     if not prompt:
         raise UserValueError("The prompt has no tokens. Give a longer --prompt.")
     return prompt
@@ -196,6 +221,7 @@ def _typed_lines() -> Iterator[str]:
     if is_terminal:
         with suppress(ImportError):  # gives `input` its editing keys, where there is one
             import readline  # noqa: F401
+        sys.stdout.write("Type a prompt. Ctrl-C ends an answer, Ctrl-D ends the program.\n")
     with suppress(EOFError), as_user_errors():
         while True:
             line = input("> " if is_terminal else "")

@@ -44,6 +44,16 @@ class Cycle:
     origin: DraftOrigin = field(default_factory=lambda: DraftOrigin("drafter"))
 
     @property
+    def is_drafted(self) -> bool:
+        """Whether the drafter drafted. Cycles of a run of prompt lookup, of a pause and of the end do not count."""
+        return self.origin.source == "drafter"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the drafter was paused."""
+        return self.origin.source == "pause"
+
+    @property
     def committed(self) -> tuple[int, ...]:
         """The tokens that the cycle added to the text: accepted drafts, then the bonus token."""
         drafts = tuple(self.tokens[node] for node in self.accepted)

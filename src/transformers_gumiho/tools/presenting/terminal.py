@@ -6,6 +6,7 @@ from typing import TextIO
 
 import torch
 
+from ..measuring.pauses import why_paused
 from .answering import Answer, first_difference
 from .cycles import Cycle, CycleLabels
 
@@ -41,25 +42,41 @@ def write_new_pieces(answer: Answer, stream: TextIO, colors: bool) -> Callable[[
 
     def write() -> None:
         nonlocal num_written
-        for text, is_draft in answer.pieces[num_written:]:
-            stream.write(colored(text, colors and is_draft))
+        for piece in answer.pieces[num_written:]:
+            stream.write(colored(piece.text, colors and piece.is_draft))
         num_written = len(answer.pieces)
         stream.flush()
 
     return write
 
 
-def describe_answer(answer: Answer, colors: bool) -> str:
-    """Returns the line below an answer: tau, speed and what it was made of."""
+def describe_passes(answer: Answer, colors: bool = False) -> str:
+    """Returns tau, tokens per pass, and what an answer was made of."""
+    if answer.tokens_per_pass is None:
+        return f"{len(answer.tokens)} tokens, no passes after the prompt's"
     num_accepted = sum(len(cycle.accepted) for cycle in answer.cycles)
     parts = [
-        "no cycles" if answer.tau is None else f"tau {answer.tau:.2f}",
-        f"{answer.speed:.1f} tokens/s",
-        f"{len(answer.cycles)} cycles",
+        "nothing drafted" if answer.tau is None else f"tau {answer.tau:.2f}",
+        f"{answer.tokens_per_pass:.2f} tokens per pass",
         f"{len(answer.tokens)} tokens, {colored(f'{num_accepted} accepted drafts', colors)}",
-        *(["interrupted"] if answer.progress != "done" else []),
+        f"{len(answer.cycles)} passes" + (f", {answer.num_paused} of them paused" if answer.num_paused else ""),
     ]
-    return f"[{' | '.join(parts)}]"
+    return " | ".join(parts)
+
+
+def describe_answer(answer: Answer, dtype: torch.dtype, colors: bool) -> str:
+    """Returns the lines below an answer: tau, passes, speed and precision, and why the drafter paused."""
+    parts = [describe_passes(answer, colors), f"{answer.speed:.1f} tokens/s", _name_of(dtype)]
+    if answer.progress != "done":
+        parts.append("interrupted")
+    line = f"[{' | '.join(parts)}]"
+    costs = [cycle.origin.break_even for cycle in answer.cycles if cycle.is_paused]
+    reason = why_paused(len(costs), len(answer.cycles), costs[-1] if costs else None)
+    return f"{line}\n[{reason}]" if reason else line
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
@@ -77,7 +94,7 @@ def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: 
     apart = "" if gap is None else f" (two logits {gap:.2g} apart)"
     if dtype.itemsize > 2:
         return difference + apart
-    return f"{difference}: a near-tie in {str(dtype).removeprefix('torch.')}{apart}; --dtype float32 avoids it"
+    return f"{difference}: a near-tie in {_name_of(dtype)}{apart}; --dtype float32 avoids it"
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:

@@ -79,7 +79,8 @@ class Contests:
     ) -> dict[Tree, Standing]:
         """
         Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch. Returns all trees, the
-        fastest first. Removed trees follow, those that were removed last before the others.
+        fastest first. Removed trees follow, those that were removed last before the others. The standings are those of
+        the turns in which all trees took part, so that they compare the same prompts.
         """
         ranked = list(dict.fromkeys(trees))
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
@@ -101,7 +102,8 @@ class Contests:
                         pairs[tree].append((taken, plain))
                     bar.update(1 + size)
                 ranked[:size] = sorted(competing, key=lambda tree: compare(pairs[tree]).speedup, reverse=True)
-        return {tree: compare(pairs[tree]) for tree in ranked}
+        num_common = min(map(len, pairs.values()))
+        return {tree: compare(pairs[tree][:num_common]) for tree in ranked}
 
     def count(self, prompts: Prompts) -> None:
         """Counts the tokens that occur most often in the texts of prompts; the most frequent come first."""

@@ -76,16 +76,22 @@ def load_tokenizer(target: str, chat_template: Path | None, kwargs: str | None) 
     return with_template_kwargs(tokenizer, values)
 
 
-def encode_turn(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+def encode_turn(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], answers: Sequence[str], system: str | None = None
+) -> list[int]:
     """
     Returns the token ids of a conversation up to the turn after the last answer. Without a chat template, turns and
-    answers are joined. Raises `ValueError` for a template that cannot be rendered.
+    answers are joined. Raises `ValueError` for a template that cannot be rendered, and for a `system` prompt without
+    a template.
     """
     texts = [text for pair in zip_longest(turns, answers) for text in pair if text is not None]
     if not tokenizer.chat_template:
+        if system is not None:
+            raise UserValueError("A system prompt needs a chat template, and this tokenizer has none. Leave it out.")
         return encode_open_text(tokenizer, "".join(texts))
     roles = cycle(["user", "assistant"])
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     except Exception as error:

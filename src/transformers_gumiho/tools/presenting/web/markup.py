@@ -27,10 +27,12 @@ def answer_html(answer: Answer) -> str:
             f'<b class="gumiho-seconds">{answer.seconds:.1f}</b> s',
         ]
     if (tau := answer.tau) is not None:
-        counters.append(f'tau <b class="gumiho-tau">{tau:.2f}</b> in {len(answer.cycles)} cycles')
+        counters.append(f'tau <b class="gumiho-tau">{tau:.2f}</b>')
+    if answer.cycles:
+        counters.append(f"{answer.tokens_per_pass:.2f} tokens per pass in {len(answer.cycles)} passes")
     parts = []
-    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece[1]):
-        text = escape("".join(piece for piece, _ in pieces))
+    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece.is_draft):
+        text = escape("".join(piece.text for piece in pieces))
         parts.append(_DRAFTS.format(text) if is_draft else text)
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""
     shown = "".join(f"<span>{counter}</span>" for counter in counters)

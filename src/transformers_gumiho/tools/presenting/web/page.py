@@ -43,7 +43,8 @@ class Page(gr.Blocks):
         with self:
             # Visitors need not see the folders around a target.
             gr.Markdown(_INTRODUCTION.format(Path(args.target or args.pair or "").name))
-            question = gr.Textbox(label="Your question", lines=2, elem_id="question")
+            # With one line, Enter asks. Shift and Enter begin another line.
+            question = gr.Textbox(label="Your question", lines=1, max_lines=8, elem_id="question")
             with gr.Row():
                 ask = gr.Button("Ask", variant="primary", elem_id="ask")
                 stop = gr.Button("Stop", variant="stop", elem_id="stop")
