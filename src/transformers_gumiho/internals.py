@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_map as map_tree  # noqa: F401
 from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import masking_utils as _masking
 from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping as register_checkpoint_conversion_mapping,
 )
@@ -59,7 +60,7 @@ CACHE_NAME = (
 )
 
 # Attribute of a compiled function with the original one.
-_COMPILED_FROM = "_torchdynamo_orig_callable"
+COMPILED_FROM = "_torchdynamo_orig_callable"
 
 _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
@@ -71,13 +72,10 @@ GROUPED_EXPERTS: Callable[..., Any] = grouped_mm_experts_forward
 UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
 # Implementations that transformers itself registers such functions for, by the start of their names.
 _UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
-# What transformers' own mask functions make for attention.
-_KINDS_OF_MASKS = {
-    sdpa_mask: "boolean",
-    eager_mask: "added",
-    flash_attention_mask: "padding",
-    flex_attention_mask: "padding",
-}
+# transformers' own functions that make masks for `sdpa`, for `eager` attention, and for the functions above.
+SDPA_MASK: Callable[..., Any] = sdpa_mask
+EAGER_MASK: Callable[..., Any] = eager_mask
+PADDING_MASKS: tuple[Callable[..., Any], ...] = (flash_attention_mask, flex_attention_mask)
 
 # Private names that subclasses in this package override, by the class that defines them.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -123,51 +121,21 @@ def extend_generation_step(name: str, hook: Callable[..., Any]) -> None:
 
 
 # Steps of the plain loop that no drafted call runs.
-_STEPS_OF_LOOP = (
+STEPS_OF_LOOP = (
     "_update_model_kwargs_for_generation", "_has_unfinished_sequences", "_optimize_model_for_decode",
 )  # fmt: skip
-# Packages whose code computes the same for several tokens in one pass as for one after the other.
-_KNOWN_PACKAGES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
-# Functions that layers of a model's file call by these names.
-_CALLED_IN_FILES = ("eager_attention_forward", "create_causal_mask", "create_sliding_window_causal_mask")
 # Classes of transformers whose update step hands on what the next pass reads: sound, or the number of the step.
-_READ_PER_TOKEN = ("Moshi", "Qwen2_5OmniTalker", "Qwen3OmniMoeTalker", "VoxtralRealtime")
-
-
-def own_step_of_decoding(target: PreTrainedModel) -> str | None:
-    """Returns the name of a step of decoding that is the target's own, and that no drafted call runs."""
-    if getattr(type(target), PLAIN_STEP) is not generation_step(PLAIN_STEP):
-        return PLAIN_STEP
-    for name in (PLAIN_STEP, DECODING_STEP, *_STEPS_OF_LOOP):
-        step = getattr(target, name)
-        if _is_foreign(step) or getattr(step, "__qualname__", "").startswith(_READ_PER_TOKEN):
-            return name
-    return None
-
-
-def foreign_code(target: PreTrainedModel) -> frozenset[tuple[int, Any]]:
-    """
-    Returns the functions of other packages (subclasses, patches, remote code) that run in a target's passes and may
-    depend on masks, each by its id and code: a reference to it could keep the target alive.
-    """
-    modules = modules_of(target)
-    kinds: set[Any] = set(map(type, modules))
-    own = (vars(module).get("forward") for module in modules)
-    of_files = (getattr(attention_file(kind), name, None) for kind in kinds for name in _CALLED_IN_FILES)
-    found = {*own, *(kind.forward for kind in kinds), *of_files, target.prepare_inputs_for_generation} - {None}
-    functions = (getattr(function, "__func__", function) for function in found)
-    foreign = filter(_takes_masks, filter(_is_foreign, functions))
-    return frozenset((id(function), getattr(function, "__code__", None)) for function in foreign)
-
-
-def _is_foreign(function: Any) -> bool:
-    # What wraps a function with `functools.wraps` has its module.
-    return (getattr(function, "__module__", None) or "").partition(".")[0] not in _KNOWN_PACKAGES
-
-
-def _takes_masks(function: Any) -> bool:
-    parameters = inspect.signature(function).parameters
-    return "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+READ_PER_TOKEN = ("Moshi", "Qwen2_5OmniTalker", "Qwen3OmniMoeTalker", "VoxtralRealtime")
+# Packages whose code in a pass counts as transformers' own: those around it, and those that it puts into its models
+# itself (layers of quantized weights, kernels of recurrent layers, towers for images).
+KNOWN_PACKAGES = frozenset(sys.stdlib_module_names) | {
+    "accelerate", "peft", "torch", "transformers", "transformers_gumiho",
+    "aqlm", "auto_round", "bitsandbytes", "causal_conv1d", "compressed_tensors", "detectron2", "eetq", "fla", "flute",
+    "fouroversix", "fp_quant", "gptqmodel", "hqq", "mamba_ssm", "mambapy", "optimum", "quark", "sinq", "spqr_quant",
+    "timm", "torchao", "vptq", "xlstm",
+}  # fmt: skip
+# Files whose functions all targets run for masks and attention.
+FILES_OF_ATTENTION = (_masking, _sdpa)
 
 
 # In the order of the signature.
@@ -357,14 +325,12 @@ def is_unmasked_implementation(implementation: str) -> bool:
     return implementation.startswith(_UNMASKED_IMPLEMENTATIONS)
 
 
-def masks_for_attention(implementation: str) -> str | None:
-    """
-    Returns what transformers makes for attention of this name: "boolean" masks, masks that are "added" to the scores,
-    the "padding" alone, or masks of a function of the user's ("other"). `None` if it makes none.
-    """
+def mask_function(implementation: str) -> Callable[..., Any] | None:
+    """Returns the function that makes masks for attention of this name, if any is registered."""
     if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
         return None
-    return _KINDS_OF_MASKS.get(ALL_MASK_ATTENTION_FUNCTIONS[implementation], "other")
+    function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return function
 
 
 def eager_attention(kind: type) -> Any:
@@ -481,7 +447,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Whether calling the module runs a compiled graph, which ignores hooks that are registered later."""
     own = vars(module).get("forward")
-    return module._compiled_call_impl is not None or (own is not None and hasattr(own, _COMPILED_FROM))
+    return module._compiled_call_impl is not None or (own is not None and hasattr(own, COMPILED_FROM))
 
 
 def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -495,7 +461,7 @@ def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> 
     """
     copied = copy.copy(module)  # without its compiled graph
     if (forward := vars(copied).pop("forward", None)) is not None and has_own_forward(module):
-        vars(copied)["forward"] = getattr(forward, _COMPILED_FROM, forward)
+        vars(copied)["forward"] = getattr(forward, COMPILED_FROM, forward)
     copied._modules = module._modules | {
         name: replaced[child] for name, child in module.named_children() if child in replaced
     }
@@ -506,7 +472,7 @@ def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a `forward` was set on the module that is not the `forward` of its class, compiled or not."""
     forward = vars(module).get("forward")
-    original = getattr(forward, _COMPILED_FROM, forward)
+    original = getattr(forward, COMPILED_FROM, forward)
     return forward is not None and getattr(original, "__func__", original) is not type(module).forward
 
 
@@ -544,36 +510,9 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-@contextmanager
-def computing_in_float32() -> Iterator[None]:
-    """
-    Within the block, every PyTorch operation on 16-bit floats computes and returns float32. Weights are converted one
-    at a time, for the operation that reads them. In-place results keep their dtype. Kernels outside PyTorch are not
-    affected.
-    """
-    with _WideOperations(), _WideConvolutions():
-        yield
-
-
-class _WideOperations(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = 1 if func._schema.is_mutable else 0  # an operation in place writes into its first argument
-        return func(*args[:kept], *tree_map(_widen, args[kept:]), **tree_map(_widen, kwargs or {}))
-
-
-class _WideConvolutions(TorchFunctionMode):
-    """Convolutions compare the dtypes of their arguments before the dispatch."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (nn.functional.conv1d, nn.functional.conv2d):
-            args, kwargs = tree_map(_widen, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.to(torch.float32)
-    return torch.float32 if value is torch.float16 or value is torch.bfloat16 else value
+def is_in_place(operation: Any) -> bool:
+    """Whether an operation of PyTorch's dispatcher writes into its first argument."""
+    return bool(operation._schema.is_mutable)
 
 
 def drive_one_device(args: Any) -> None:

@@ -1,23 +1,31 @@
 """Targets with attention functions of the user's: passes over drafts compute these, or the call is refused."""
 
+import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from chains import make_chain_target
+from peft import LoraConfig, inject_adapter_in_model
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PreTrainedModel
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.utils.deprecation import deprecate_kwarg
 
-from transformers_gumiho import attached
-from transformers_gumiho.generation.verification.continuation import check_multi_token_decode
+from transformers_gumiho import attach, attached
+from transformers_gumiho.generation.verification.ownership import foreign_code
 from transformers_gumiho.generation.verification.traits import TargetTraits
+from transformers_gumiho.generation.verification.trial import check_multi_token_decode
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 
 
@@ -53,12 +61,6 @@ def clipped(
     else:
         scores = scores + attention_mask
     return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
-
-
-def boolean_alone(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-    """Takes no other masks than those that it asks for."""
-    assert mask is None or mask.dtype == torch.bool
-    return clipped(module, query, key, value, mask, **kwargs)
 
 
 def causal_by_slots(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -104,31 +106,27 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def check_text(target: PreTrainedModel, is_chain: bool, one_row: bool = False) -> None:
-    """Asserts that drafted texts are the plain ones, and that they come of trees, or of chains."""
-    assert TargetTraits.of(target).is_chain == is_chain
+def check_text(target: PreTrainedModel, one_row: bool = False) -> None:
+    """Asserts that drafted texts are the plain ones, and that they come of chains."""
     accepted: list[int] = []
     drafter = make_drafter(make_target(num_layers=3))
-    limit = drafter.config.max_draft_depth if is_chain else 63
     for prompts, sampling in ((make_prompts([7]), {}), (make_prompts([6, 3]), {}), (make_prompts([6, 3]), SAMPLED)):
         if one_row and len(prompts["input_ids"]) > 1:
             continue
         output = equals_plain(target, drafter, **prompts, **sampling, max_new_tokens=24)
         accepted += [length for lengths in output.accepted_lengths for length in lengths]
-        assert max(output.tree_sizes) == limit
+        assert max(output.tree_sizes) == drafter.config.max_draft_depth
     assert max(accepted) > 1
 
 
-TREES = {
+REGISTERED = {
     "temperature": ("sharper", sharper, sdpa_mask),
-    "clipping": ("clipped", clipped, sdpa_mask),
     "masks to add": ("clipped", clipped, eager_mask),
-    "in place of sdpa": ("sdpa", boolean_alone, None),
+    "in place of sdpa": ("sdpa", clipped, None),
     "in place of eager": ("eager", clipped, None),
-}
-CHAINS = {
     "a mask function of its own": ("sharper", sharper, wrapped_mask),
     "padding alone": ("clipped", clipped, flash_attention_mask),
+    "no mask function": ("bare", clipped, None),
     "ignores masks": ("causal", causal_by_slots, sdpa_mask),
     "distances in slots": ("distant", distant, sdpa_mask),
     "another mask function for sdpa": ("sdpa", sdpa_attention_forward, wrapped_mask),
@@ -137,40 +135,16 @@ CHAINS = {
 
 @pytest.mark.parametrize(
     ("given", "on_instance"),
-    [*((given, False) for given in TREES.values()), (TREES["clipping"], True), (TREES["in place of sdpa"], True)],
-    ids=[*TREES, "of an instance", "in place of sdpa, of an instance"],
+    [*((given, False) for given in REGISTERED.values()), (REGISTERED["in place of sdpa"], True)],
+    ids=[*REGISTERED, "in place of sdpa, of an instance"],
 )
-def test_a_function_that_takes_dense_masks_computes_trees(
+def test_a_registered_function_verifies_chains(
     given: tuple[str, Function, Any], on_instance: bool, register: Callable[..., None]
 ) -> None:
     name, function, mask = given
     register(name, function, mask, on_instance)
-    check_text(make_target(attn_implementation=name, num_layers=3), is_chain=False)
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "qwen2_mixed"])
-def test_windows_are_in_its_masks(family: str, register: Callable[..., None]) -> None:
-    register("clipped", clipped, sdpa_mask)
-    target, drafter = make_target(family, "clipped", num_layers=3), make_drafter(make_target(family, num_layers=3))
-    static = {"cache_implementation": "static", "disable_compile": True}
-    for lengths, drafted in (([9], {}), ([9, 4], {}), ([9, 4], static)):
-        output = equals_plain(target, drafter, lengths=lengths, drafted=drafted)
-        assert max(output.tree_sizes) == 63
-
-
-@pytest.mark.parametrize("function", [clipped, sharper])
-def test_without_a_mask_function_it_sees_padding(function: Function, register: Callable[..., None]) -> None:
-    """Plain decoding gives it no masks at all, and so it attends to the padding, too."""
-    register("bare", function)
-    check_text(make_target(attn_implementation="bare", num_layers=3), is_chain=False)
-
-
-@pytest.mark.parametrize("given", CHAINS.values(), ids=[*CHAINS])
-def test_other_functions_compute_chains(given: tuple[str, Function, Any], register: Callable[..., None]) -> None:
-    name, function, mask = given
-    register(name, function, mask)
     # With padding, a function that ignores masks sees other tokens in longer passes, and is refused.
-    check_text(make_target(attn_implementation=name, num_layers=3), is_chain=True, one_row=name == "distant")
+    check_text(make_target(attn_implementation=name, num_layers=3), one_row=name == "distant")
 
 
 def layers_with(function: Function) -> Callable[..., Any]:
@@ -191,39 +165,121 @@ def layers_with(function: Function) -> Callable[..., Any]:
     return forward
 
 
-@pytest.mark.parametrize("way", ["modules", "subclass", "class", "eager function"])
-@pytest.mark.parametrize(
-    ("function", "is_chain"),
-    [(clipped, False), (causal_by_slots, True), (distant, True)],
-    ids=["clipping", "ignores masks", "distances"],
-)
-def test_code_that_is_not_registered_is_tried(
-    function: Function, is_chain: bool, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Patches, and layers of other packages, look like transformers' own attention."""
-    target = make_target(attn_implementation="eager" if way == "eager function" else "sdpa", num_layers=3)
-    for layer in target.model.layers:
-        if way == "modules":
-            layer.self_attn.forward = types.MethodType(layers_with(function), layer.self_attn)
-        elif way == "subclass":
-            layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"forward": layers_with(function)})
-    if way == "class":
-        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", layers_with(function))
-    elif way == "eager function":
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", function)
-    check_text(target, is_chain, one_row=function is distant)
+def windowed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a mask function with a window that no config names."""
 
-
-def test_a_mask_function_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that no config names: passes over trees would see what is before it."""
-    plain = modeling_llama.create_causal_mask
-
-    def windowed(config: Any, inputs_embeds: Any, **kwargs: Any) -> Any:
+    def create(config: Any, inputs_embeds: Any, **kwargs: Any) -> Any:
         mask = plain(config, inputs_embeds, **kwargs, or_mask_function=lambda *args: args[0] < 0)
         return mask.logical_and(torch.ones_like(mask).triu(mask.shape[3] - mask.shape[2] - 3))
 
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", windowed)
-    check_text(make_target(num_layers=3), is_chain=True)
+    return create
+
+
+def halving(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a cache that changes what it holds."""
+
+    def update(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, keys, values / 2, *args, **kwargs)
+
+    return update
+
+
+def handing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+def mixing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `forward` of layers that see no mask, in which a token changes by those before it in its pass."""
+    return lambda self, states: plain(self, states + 0.1 * (states.cumsum(dim=1) - states))
+
+
+# What a patch replaces, with what, and whether the passes over chains that it leads to are right.
+PATCHES: dict[str, tuple[Any, str, Callable[..., Any], bool]] = {
+    "attention": (modeling_llama.LlamaAttention, "forward", lambda _: layers_with(clipped), True),
+    "attention in a window": (modeling_llama.LlamaAttention, "forward", lambda _: layers_with(causal_by_slots), True),
+    "eager function": (modeling_llama, "eager_attention_forward", lambda _: clipped, True),
+    "mask function": (modeling_llama, "create_causal_mask", windowed, True),
+    "rotary embedding": (modeling_llama, "apply_rotary_pos_emb", handing_on, True),
+    "layers without masks": (modeling_llama.LlamaMLP, "forward", mixing, False),
+    "PyTorch's attention": (functional, "scaled_dot_product_attention", handing_on, True),
+    "cache": (DynamicCache, "update", halving, True),
+    "layers of the cache": (DynamicLayer, "update", halving, True),
+}
+
+
+class Caller:
+    def __init__(self, function: Function):
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+DECORATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "bare": lambda plain, own: own,
+    "wraps": lambda plain, own: functools.wraps(plain)(own),
+    "no_grad": lambda plain, own: torch.no_grad()(functools.wraps(plain)(own)),
+    "partial": lambda plain, own: functools.partial(own),
+    "a decorator of transformers": lambda plain, own: deprecate_kwarg("old", "99.0", new_name="new")(own),
+    "an object": lambda plain, own: functools.update_wrapper(Caller(own), plain),
+}
+
+
+@pytest.mark.parametrize("decorator", DECORATORS)
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patched_code_is_found_however_it_is_decorated(
+    patch: str, decorator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`functools.wraps` copies names, and decorators of known packages hide what they wrap."""
+    owner, name, make, _ = PATCHES[patch]
+    target = make_target(attn_implementation="eager" if patch == "eager function" else "sdpa", num_layers=1)
+    assert not foreign_code(target)
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, DECORATORS[decorator](plain, make(plain)))
+    traits = TargetTraits.of(target)
+    assert traits.is_chain
+    assert any("test_own_attention" in function.name for function in traits.foreign)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patched_code_verifies_chains_or_is_refused(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, make, is_right = PATCHES[patch]
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(plain)(make(plain)))
+    target = make_target(attn_implementation="eager" if patch == "eager function" else "sdpa", num_layers=3)
+    if is_right:
+        check_text(target)
+        return
+    drafter, prompts = make_drafter(target), make_prompts([6])
+    with pytest.raises(ValueError, match="cannot verify drafts: multi-token passes differ"):
+        target.generate(**prompts, assistant_model=drafter)
+    with pytest.raises(ValueError, match="multi-token passes differ"):
+        attach(target, drafter)
+
+
+@pytest.mark.parametrize("way", ["a module", "a subclass", "a subclass of the target"])
+def test_code_of_one_target(way: str) -> None:
+    target = make_target(num_layers=3)
+    for layer in target.model.layers:
+        if way == "a module":
+            layer.self_attn.forward = types.MethodType(layers_with(clipped), layer.self_attn)
+        elif way == "a subclass":
+            layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"forward": layers_with(clipped)})
+    if way == "a subclass of the target":
+        forward = type(target).forward
+        own = {"forward": lambda self, *args, **kwargs: forward(self, *args, **kwargs)}
+        target.__class__ = type("Own", (type(target),), own)
+    assert not TargetTraits.of(make_target(num_layers=3)).foreign
+    check_text(target)
+
+
+def test_what_known_packages_put_around_a_target_is_its_own() -> None:
+    target = make_target(num_layers=3)
+    add_hook_to_module(target.model, AlignDevicesHook("cpu"))
+    target.model.layers[0].forward = torch.no_grad()(target.model.layers[0].forward)
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], init_lora_weights=False), target)
+    assert not foreign_code(target)
+    assert not TargetTraits.of(target).is_chain
 
 
 @pytest.mark.parametrize("mask", [sdpa_mask, None])
@@ -246,13 +302,13 @@ def test_windows_that_begin_in_a_longer_text_are_noticed(size: int, mask: Any, r
 
 
 @pytest.mark.parametrize("num_tokens", [20, 60])
-def test_layers_that_treat_large_passes_in_another_way_verify_chains(num_tokens: int) -> None:
+def test_layers_that_treat_large_passes_in_another_way(num_tokens: int) -> None:
     target = make_target(num_layers=3)
     plain = target.model.layers[1].forward
     target.model.layers[1].forward = lambda states, **kwargs: plain(
         states * (1 + 0.1 * (num_tokens < states.shape[1] < 70)), **kwargs
     )
-    check_text(target, is_chain=True)
+    check_text(target)
 
 
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
@@ -262,7 +318,7 @@ def test_layers_of_their_own(register: Callable[..., None]) -> None:
     attention = target.model.layers[1].self_attn
     attention.config = type(target.config).from_dict(target.config.to_dict())
     adopt_attention_implementation(attention.config, LlamaConfig(attn_implementation="clipped"))
-    check_text(target, is_chain=True)
+    check_text(target)
 
 
 def test_what_no_pass_over_drafts_computes_is_refused_by_name(
@@ -315,10 +371,11 @@ def test_another_program_that_shadows_a_kernel(name: str, on_instance: bool, reg
 def test_a_function_that_is_replaced_is_tried_again(register: Callable[..., None]) -> None:
     """What was found out about one function says nothing about the next of that name."""
     target = make_target(attn_implementation="sdpa", num_layers=3)
-    for function, is_chain in ((clipped, False), (causal_by_slots, True), (clipped, False)):
+    for function in (clipped, one_by_one, clipped):
         register("mine", function, sdpa_mask)
         target.set_attn_implementation("mine")
-        assert TargetTraits.of(target).is_chain == is_chain
+        with pytest.raises(ValueError, match="differ") if function is one_by_one else nullcontext():
+            check_multi_token_decode(target, TargetTraits.of(target), None)
 
 
 def test_importing_registers_nothing_and_the_first_drafted_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,23 +388,13 @@ def test_importing_registers_nothing_and_the_first_drafted_call_does(monkeypatch
     assert own["sdpa"].__wrapped__ is sdpa_attention_forward
 
 
-@pytest.mark.parametrize("way", ["trees", "chains"])
-def test_a_target_in_train_mode_is_tried_in_eval_mode(way: str, register: Callable[..., None]) -> None:
+def test_a_target_in_train_mode_is_tried_in_eval_mode() -> None:
     """Dropout neither decides whether it can draft, nor do its draws change what is drawn later."""
-    if way == "trees":
-        register("sharper", sharper, sdpa_mask)
-        target = make_target(attn_implementation="sharper", num_layers=3)
-        for layer in target.model.layers:
-            layer.self_attn.attention_dropout = 0.5
-    else:
-        target = make_chain_target("bloom")
-        for block in target.transformer.h:
-            block.self_attention.hidden_dropout = block.mlp.hidden_dropout = 0.5
+    target = make_chain_target("bloom")
+    for block in target.transformer.h:
+        block.self_attention.hidden_dropout = block.mlp.hidden_dropout = 0.5
     target.train()
     state = torch.random.get_rng_state()
-    traits = TargetTraits.of(target)
-    assert traits.is_chain == (way == "chains")
-    if traits.is_chain:
-        check_multi_token_decode(target, traits, None)
+    check_multi_token_decode(target, TargetTraits.of(target), None)
     assert all(module.training for module in target.modules())
     assert torch.equal(torch.random.get_rng_state(), state)

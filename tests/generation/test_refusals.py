@@ -302,7 +302,7 @@ def test_forward_that_drops_the_cache(target: PreTrainedModel, is_filled: bool) 
         target(prompt["input_ids"][:, :3], **{CACHE_NAME: cache})
         settings[CACHE_NAME] = cache
     dropping = Drops(target.config).eval()
-    with pytest.raises(ValueError, match=f"added nothing to the cache in its argument `{CACHE_NAME}`.*Give its"):
+    with pytest.raises(ValueError, match=f"added nothing to the cache in its argument `{CACHE_NAME}`.*give its"):
         dropping.generate(**prompt, **settings, assistant_model=drafter)
 
 

@@ -125,6 +125,8 @@ def test_conventions_are_resolved_when_the_config_is_read(tmp_path: Path) -> Non
     assert (changed.max_draft_depth, changed.target_layer_ids) == (6, [0, 2, 4])
     # Other drafters' files have none of these fields.
     assert not {"block_size", "attention_causal", "markov_rank"} & GumihoConfig().to_dict().keys()
+    with pytest.raises(ValueError, match="all tokens in one pass: leave `num_serial_tokens` and `num_parallel_heads`"):
+        GumihoConfig.from_pretrained(tmp_path, num_parallel_heads=5)
     with pytest.raises(ValueError, match="`attention_causal` must have a value for each of 2 layers"):
         GumihoConfig.from_pretrained(tmp_path, attention_causal=[True])
 

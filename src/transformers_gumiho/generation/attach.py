@@ -18,12 +18,11 @@ from ..internals import ENTRY, extend_generation_step, named_arguments, prepared
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
-from .verification.continuation import check_multi_token_decode
 from .verification.cycle_shapes import with_eager_decoder
 from .verification.placement import drafter_device
-from .verification.prompt import check_prompt_pass
 from .verification.requirements import check_pair, check_request, check_target, unsupported_reason
 from .verification.target_memory import Attachment, memory_of
+from .verification.trial import check_multi_token_decode
 
 
 logger = logging.get_logger(__name__)
@@ -124,14 +123,9 @@ def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
     """Raises `ValueError` for a target that a drafter cannot be attached to."""
     traits = check_target(target)
     check_pair(target, drafter)
-    # What only a pass can say is tried with a few tokens: for chains, and for a `forward` that transformers does not
-    # bring.
-    layers = drafter.config.layers_read(target.config)
-    verifier = with_eager_decoder(target, layers)
+    # What only a pass can say is tried with a few tokens.
     if traits.is_chain:
-        check_multi_token_decode(verifier, traits, None, batch_size=1)
-    elif not type(target).__module__.startswith("transformers."):
-        check_prompt_pass(verifier, traits, layers)
+        check_multi_token_decode(with_eager_decoder(target, drafter.config.layers_read(target.config)), traits, None)
 
 
 def _generate(plain: Callable[..., Any], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:

@@ -130,6 +130,10 @@ def check_block(config: Any) -> None:
         raise UserValueError(f"`block_size` must leave a token to draft, got {size!r}.")
     if mask_token is None or not 0 <= mask_token < llama.vocab_size:
         raise UserValueError(f"`mask_token_id` must be a token, from 0 to {llama.vocab_size - 1}, got {mask_token!r}.")
+    if config.num_serial_tokens or config.num_parallel_heads:
+        raise UserValueError(
+            "A block drafter drafts all tokens in one pass: leave `num_serial_tokens` and `num_parallel_heads` out."
+        )
     for name in ("attention_windows", "attention_causal"):
         values = getattr(config, name)
         if values is None or len(values) != llama.num_hidden_layers:

@@ -116,8 +116,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
         roots = root_tokens.to(logits.device)
         # 2. With a Markov head, that of depth 1 depends on the root.
         if self._transitions is not None:
-            of_roots = self._transitions.of_roots(roots).to(logits.device).float()
-            logits = torch.cat((logits[:, :1] + of_roots[:, None], logits[:, 1:]), dim=1)
+            logits[:, 0] += self._transitions.of_roots(roots).to(logits.device)
         # 3. The best combinations of these tokens, all of them paths under the root.
         nothing = torch.zeros_like(roots)
         levels = self._recombine(DraftLevel(nothing, nothing.float(), nothing), logits, noise)

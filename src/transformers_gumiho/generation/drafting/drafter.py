@@ -83,7 +83,9 @@ class GumihoDrafter:
         self._num_serial = min(model.config.num_serial_tokens, settings.tree_depth)
         self._num_heads = settings.tree_depth - self._num_serial
         self._head_weights = model.mlp.batched_weights()
-        self._takes_boolean_masks = attention_kind(model, model.config.get_text_config()).masks == "boolean"
+        attention = attention_kind(model, model.config.get_text_config())
+        # What a user registered in the place of `sdpa` gets the masks that transformers makes for it.
+        self._takes_boolean_masks = attention.name == "sdpa" and bool(attention.registered)
         self._window = model.serial_head.window(model.config)
         self._transitions: Any = None
         if model.transition is not None and self._num_heads > 0:

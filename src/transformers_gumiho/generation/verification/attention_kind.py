@@ -1,22 +1,24 @@
 """Which attention the layers of a target compute, and what masks it takes in passes over draft trees."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...internals import (
+    EAGER_MASK,
+    PADDING_MASKS,
     SDPA_ATTENTION,
+    SDPA_MASK,
     UNMASKED_ATTENTION,
     attention_file,
     attention_implementation,
     attention_of_layers,
     eager_attention,
     is_unmasked_implementation,
-    masks_for_attention,
+    mask_function,
     modules_of,
     registered_attention,
 )
@@ -34,27 +36,19 @@ class AttentionKind:
 
     Attributes:
         name: Name of its implementation.
-        masks: The masks that it takes: "added" to the scores, or "boolean" ones, true at seen slots.
         omits_masks: Whether it also takes `None` for a mask that would hide nothing.
-        sees_padding: Whether plain decoding gives it no mask, so that it also attends to padding.
         is_replaced: Whether passes over trees run `sdpa` or eager attention instead, which compute the same.
-        registered: The function, if a user has registered it.
+        registered: The functions for attention and its masks, if one of them is not transformers' own.
         refusal: Why no drafts can be verified with it, as a clause that follows its name, if so.
         tree_obstacle: Why it cannot verify trees, as a clause that follows the target's name, if so.
     """
 
     name: str
-    masks: Literal["added", "boolean"] = "added"
     omits_masks: bool = False
-    sees_padding: bool = False
     is_replaced: bool = False
-    registered: Callable[..., Any] | None = None
+    registered: tuple[Any, ...] = ()
     refusal: str | None = None
     tree_obstacle: str | None = None
-
-    def mask_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of its masks for scores of this dtype."""
-        return torch.bool if self.masks == "boolean" else dtype
 
 
 def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows: bool = False) -> AttentionKind:
@@ -73,17 +67,21 @@ def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows
         refusal = None if name in MASKED_IMPLEMENTATIONS else "its code does not look up attention functions by name"
         return AttentionKind(name, omits_masks=name == "sdpa", refusal=refusal)
     (((name, _), function),) = found.items()
-    masks = masks_for_attention(name)
-    original = replaced_attention(function)
-    if name == "eager" and function is None and masks == "added":
+    make_mask, original = mask_function(name), replaced_attention(function)
+    if name == "eager" and function is None and make_mask is EAGER_MASK:
         return AttentionKind(name)
-    if name == "sdpa" and original is SDPA_ATTENTION and masks == "boolean":
-        return AttentionKind(name, omits_masks=True)  # it takes masks of both kinds
-    if original in UNMASKED_ATTENTION and masks == "padding":
+    if name == "sdpa" and original is SDPA_ATTENTION and make_mask is SDPA_MASK:
+        return AttentionKind(name, omits_masks=True)
+    if original in UNMASKED_ATTENTION and make_mask in PADDING_MASKS:
         return AttentionKind(name, is_replaced=True, refusal=_fallback_obstacle(kinds, name))
     if is_unmasked_implementation(name):
         return AttentionKind(name, refusal="another program has put a function of its own in its place")
-    return _registered_kind(name, function, masks, has_windows)
+    # Plain decoding lets a window end with the cache, which holds more while drafts are verified.
+    refusal = None
+    if make_mask is None and has_windows:
+        refusal = "it has no mask function, so a window of this target would be cut by its cache alone"
+    obstacle = f"has the attention {name!r}, which is not transformers' own"
+    return AttentionKind(name, registered=(function, make_mask), refusal=refusal, tree_obstacle=obstacle)
 
 
 def attention_classes(modules: Sequence[nn.Module]) -> set[type]:
@@ -108,20 +106,3 @@ def _fallback_obstacle(kinds: set[type], name: str) -> str | None:
     if any(eager_attention(kind) is None for kind in kinds):
         return "its code has no `eager_attention_forward` to fall back to"
     return None
-
-
-def _registered_kind(
-    name: str, function: Callable[..., Any] | None, masks: str | None, has_windows: bool
-) -> AttentionKind:
-    """Returns the kind of a function that a user has registered. It computes in passes over drafts itself."""
-    if masks == "boolean":
-        return AttentionKind(name, "boolean", omits_masks=True, registered=function)
-    if masks == "added":
-        return AttentionKind(name, "added", registered=function)
-    if masks is not None:
-        obstacle = f"has the attention {name!r}, which takes masks of its own kind"
-        return AttentionKind(name, registered=function, tree_obstacle=obstacle)
-    # Plain decoding lets a window end with the cache, which holds more while drafts are verified.
-    refusal = "it has no mask function, so a window of this target would be cut by its cache alone"
-    kind = AttentionKind(name, "boolean", omits_masks=True, sees_padding=True, registered=function)
-    return replace(kind, refusal=refusal) if has_windows else kind

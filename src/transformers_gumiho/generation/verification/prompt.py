@@ -12,7 +12,6 @@ from ...model.target_shape import TargetLayers
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, cycle_shapes
-from .placement import input_device
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
@@ -114,18 +113,17 @@ def read_prompt(
     # 2. What the pass may replace in the arguments is read before it.
     reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
-    num_before = 0 if cache is None or not traits.counts_entries else cache.get_seq_length()
     of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
     read_pass = None if read_target is None or holds_layers else reader.read_pass
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
-        cache, num_before = outputs[name], 0
+        cache = outputs[name]
     # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
     device = states.last.device
     batch_size, num_read = states.last.shape[:2]
     position_ids = position_ids.to(device)
-    length = _num_entries(traits, cache, mask, num_read, num_before)
+    length = _num_entries(traits, cache, mask, num_read)
     # A cache of fixed shapes never grows. Paths longer than a tree's usual ones use the slots of later tokens.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
     prompt = TargetPrompt(
@@ -165,10 +163,9 @@ def read_prompt(
         chain_cache = ChainCache(cache, length, batch_size)
         session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
     else:
-        hidden = None if traits.attention.sees_padding else prompt.mask
         can_rewind = keeps_cache and batch_size > 1
         in_windows = None if shapes.are_fixed else num_nodes
-        tree_cache = TreeCache.from_dynamic(cache, capacity, hidden, memory, length, can_rewind, in_windows)
+        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
@@ -215,22 +212,6 @@ def _run_prompt(
         return outputs, reader.collect(end_capture())
 
 
-@torch.no_grad()
-def check_prompt_pass(target: PreTrainedModel, traits: TargetTraits, layers: TargetLayers | None) -> None:
-    """
-    Runs the target on two tokens.
-
-    Raises:
-        ValueError: The pass adds nothing to its cache.
-        RuntimeError: The states that the drafter reads cannot be read.
-    """
-    tokens, cache = torch.zeros(1, 2, dtype=torch.long, device=input_device(target)), traits.make_cache()
-    model_kwargs = {traits.cache_argument: cache, "attention_mask": torch.ones_like(tokens), "use_cache": True}
-    model_kwargs["position_ids"] = prompt_positions(tokens, model_kwargs)
-    _run_prompt(FeatureReader(target, layers), tokens, GenerationConfig(), model_kwargs)
-    _num_entries(traits, cache, None, 2, 0)
-
-
 def _is_replaced(
     model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any], written: Any, name: str
 ) -> bool:
@@ -242,11 +223,11 @@ def _is_replaced(
     return model.prepare_inputs_for_generation(input_ids, **model_kwargs).get(name) is not given
 
 
-def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int, num_before: int) -> int:
-    """Returns the entries of `cache` after a prefill of `num_read` tokens; it held `num_before` before."""
+def _num_entries(traits: TargetTraits, cache: Any, mask: torch.Tensor | None, num_read: int) -> int:
+    """Returns the entries of `cache` after a prefill of `num_read` tokens."""
     if not traits.counts_entries:
         # A cache of states counts no tokens. The mask has an entry for each.
         return num_read if mask is None else mask.shape[1]
-    traits.check_is_written(cache, num_before)
+    traits.check_is_whole(cache)
     length: int = cache.get_seq_length()
     return length

@@ -9,18 +9,19 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ...internals import attention_implementation, is_pipeline_stage, own_step_of_decoding
+from ...internals import attention_implementation, is_pipeline_stage
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
-from .continuation import check_multi_token_decode
 from .cycle_shapes import with_eager_decoder
+from .ownership import own_step_of_decoding
 from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported
 from .tree_cache import is_convertible
+from .trial import check_multi_token_decode
 
 
 logger = logging.get_logger(__name__)
@@ -158,7 +159,7 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     traits = TargetTraits.of(with_eager_decoder(target, None))  # a trial must not compile anything
     attention = traits.attention
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
-    if attention.refusal and not (traits.is_chain and attention.registered is None):
+    if attention.refusal and (attention.registered or not traits.is_chain):
         raise Unsupported(
             f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
             f"{_LOAD_WITH_SDPA}"
@@ -401,6 +402,7 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
         )
     if not traits.is_chain:
         traits.check_is_whole(cache)
+        return
     if unknown := sorted({type(layer).__name__ for layer in layers if not can_roll_back(layer)}):
         raise Unsupported(
             f"{traits.name} keeps {', '.join(unknown)} in its cache, for which no rollback of drafts is known. "

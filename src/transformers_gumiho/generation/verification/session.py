@@ -174,7 +174,6 @@ class TargetSession:
     def __post_init__(self) -> None:
         self.device = self.prompt.next_position.device
         self._listening = ExitStack()
-        self._mask_dtype = self.traits.attention.mask_dtype(self.dtype)
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token.
         self._last_offset = self.max_new_tokens - 2
@@ -217,7 +216,7 @@ class TargetSession:
         num_nodes = tree.tokens.shape[1]
         # Attention is faster without a mask, where the implementation is known to do without one.
         make_masks = self.shapes.stage(_tree_masks, num_nodes)
-        masks = make_masks(tree, self.cache, self._mask_dtype, self.traits.windows, attention.omits_masks)
+        masks = make_masks(tree, self.cache, self.dtype, self.traits.windows, attention.omits_masks)
         self.cache.begin_pass(tree)
         mask: Any = next(iter(masks.values()), None)
         if len(masks) > 1:

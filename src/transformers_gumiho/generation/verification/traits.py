@@ -1,7 +1,7 @@
 """The properties of a target that decide how it verifies drafts."""
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -13,7 +13,6 @@ from ...internals import (
     CACHE_NAME,
     cache_argument,
     counts_slots,
-    foreign_code,
     forward_parameters,
     hands_on_positions,
     is_stateful,
@@ -22,9 +21,9 @@ from ...internals import (
 )
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree
+from .ownership import ForeignFunction, foreign_code
 from .target_states import find_decoder
 from .tree_cache import has_all_entries
-from .trial import follows_tree_masks
 
 
 class Unsupported(UserValueError):
@@ -58,8 +57,7 @@ class TargetTraits:
             their own, or `list`. `None` for a target without a cache.
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
-        foreign: Code of other packages in its passes: an attention function that a user registered, or the
-            [`foreign_code`]. A trial of some 300 tokens says whether it verifies drafts.
+        foreign: The [`foreign_code`] in its passes, with which it verifies chains, as far as a trial says.
         has_states: Whether layers keep states.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
@@ -72,7 +70,7 @@ class TargetTraits:
     cache_argument: str
     cache_class: type | None
     unused_outputs: dict[str, bool]
-    foreign: frozenset[Any]
+    foreign: frozenset[ForeignFunction]
     has_states: bool
     tree_obstacle: str | None
 
@@ -86,7 +84,13 @@ class TargetTraits:
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - STATE_KINDS)}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
         parameters, cache_name = forward_parameters(target), cache_argument(target)
-        traits = cls(
+        foreign = foreign_code(target, attention.registered)
+        obstacles = (
+            _tree_obstacle(target, config, kinds),
+            attention.tree_obstacle,
+            _foreign_obstacle(foreign),
+        )
+        return cls(
             name=type(target).__name__,
             config=config,
             attention=attention,
@@ -94,16 +98,10 @@ class TargetTraits:
             cache_argument=cache_name,
             cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
-            foreign=foreign_code(target) | ({attention.registered} - {None}),
+            foreign=foreign,
             has_states=is_stateful(target) or not kinds.isdisjoint(STATE_KINDS),
-            tree_obstacle=_tree_obstacle(target, config, kinds) or attention.tree_obstacle,
+            tree_obstacle=next(filter(None, obstacles), None),
         )
-        if not traits.foreign or attention.refusal or traits.is_chain or follows_tree_masks(target, traits):
-            return traits
-        whose = "code that is not transformers' own"
-        if attention.registered is not None:
-            whose = f"the attention {attention.name!r}, which a user registered"
-        return replace(traits, tree_obstacle=f"has {whose}, and which follows no tree mask")
 
     @property
     def is_chain(self) -> bool:
@@ -121,18 +119,6 @@ class TargetTraits:
         if own is None or own is DynamicCache:
             return DynamicCache(config=self.config)
         return own() if _is_derived(own) else None
-
-    def check_is_written(self, cache: Any, num_before: int = 0) -> None:
-        """Raises `ValueError` for a tree's cache that holds no more tokens than before the prompt, or lacks some."""
-        if not self.counts_entries:
-            return
-        if cache.get_seq_length() <= num_before:
-            raise UserValueError(
-                f"{self.name} added nothing to the cache in its argument `{self.cache_argument}`, the name that this "
-                f"release of transformers uses. Give its `forward` a parameter of that name, or generate without "
-                f"`assistant_model`."
-            )
-        self.check_is_whole(cache)
 
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
@@ -177,6 +163,12 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
         return "has loops of layers that read what the last loop wrote out of the cache themselves"
     return None
+
+
+def _foreign_obstacle(foreign: frozenset[ForeignFunction]) -> str | None:
+    # With any code of others, the promise to the token ends.
+    names = sorted(function.name for function in foreign)
+    return f"runs code that is not transformers' own ({names[0]})" if names else None
 
 
 def _cache_class(target: PreTrainedModel, name: str, parameter: inspect.Parameter | None) -> type | None:

@@ -1,0 +1,125 @@
+"""
+The precision of a trial. In 16 bits rounding would hide what is wrong, so every operation computes in float32. Where
+PyTorch may round products of float32 (to TF32, on GPUs), they are computed in float64. Neither the target nor a
+setting of the process changes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import conv1d, conv2d, scaled_dot_product_attention
+
+from ...internals import TorchDispatchMode, TorchFunctionMode, is_in_place, map_tree
+
+
+NARROW = (torch.float16, torch.bfloat16)
+# Numbers of a weight that are converted at a time, 256 MB of float32. Output heads may have more.
+MAX_CONVERTED = 1 << 26
+
+_aten = torch.ops.aten
+# They hand on a part of a weight, or another view of it. It is converted where it is multiplied.
+_VIEWS = {_aten.t, _aten.transpose, _aten.permute, _aten.view, _aten.select, _aten.slice, _aten.detach, _aten.alias}
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten.bmm, _aten.baddbmm, _aten.matmul}
+# Products with a weight: its place among the arguments, that of a bias if there are three, and the weight's dimension
+# of outputs.
+_LINEAR_LAYERS = {_aten.mm: (1, 0, 1), _aten.addmm: (2, 0, 1), _aten.linear: (1, 2, 0)}
+
+
+@contextmanager
+def computing_precisely(device: torch.device) -> Iterator[None]:
+    """
+    Within the block, every PyTorch operation on 16-bit floats computes and returns float32, with products that are not
+    rounded. Weights are converted one at a time, and large ones in parts. In-place results keep their dtype. Kernels
+    outside PyTorch are not affected.
+    """
+    dtype = torch.float64 if rounds_products(device) else torch.float32
+    with _WideOperations(dtype), _WideFunctions(dtype):
+        yield
+
+
+def rounds_products(device: torch.device) -> bool:
+    """Whether PyTorch may round products of float32 on this device, by either of its switches."""
+    if device.type == "mps":
+        return False
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    # Since PyTorch 2.9. It no longer says what the older switch is after a new one was set.
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if precision is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return precision not in ("none", "ieee")
+
+
+class _WideOperations(TorchDispatchMode):
+    def __init__(self, dtype_of_products: torch.dtype):
+        super().__init__()
+        self.dtype_of_products = dtype_of_products
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation, kwargs = func.overloadpacket, kwargs or {}
+        if operation in _VIEWS:
+            return func(*args, **kwargs)
+        if operation is _aten.embedding:
+            return _widen(func(*args, **kwargs))  # the rows that are read, and not all of them
+        if operation in _PRODUCTS:
+            parts = _parts_of_product(operation, args)
+            products = [_compute(func, part, kwargs, self.dtype_of_products) for part in parts]
+            return products[0] if len(parts) == 1 else torch.cat(products, dim=-1)
+        kept = 1 if is_in_place(func) else 0  # an operation in place writes into its first argument
+        return func(*args[:kept], *map_tree(_widen, args[kept:]), **map_tree(_widen, kwargs))
+
+
+class _WideFunctions(TorchFunctionMode):
+    """Functions that compare the dtypes of their arguments, or choose a kernel by them, before the operations."""
+
+    def __init__(self, dtype_of_products: torch.dtype):
+        super().__init__()
+        self.dtype_of_products = dtype_of_products
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (conv1d, conv2d):
+            # By default, PyTorch may round convolutions on GPUs, and nothing else.
+            return _compute(func, args, kwargs, torch.float64 if args[0].is_cuda else self.dtype_of_products)
+        if func is scaled_dot_product_attention:
+            return _compute(func, args, kwargs, self.dtype_of_products)
+        return func(*args, **kwargs)
+
+
+def _parts_of_product(operation: Any, args: Any) -> list[Any]:
+    """Returns the arguments of the products with parts of a large weight, whose results stand side by side."""
+    if operation not in _LINEAR_LAYERS:
+        return [args]
+    place, place_of_bias, dim = _LINEAR_LAYERS[operation]
+    weight = args[place]
+    if weight.ndim != 2 or weight.numel() <= MAX_CONVERTED:
+        return [args]
+    num_outputs, size = weight.shape[dim], max(MAX_CONVERTED // weight.shape[1 - dim], 1)
+    bias = args[place_of_bias] if len(args) > 2 else None
+    parts = []
+    for start in range(0, num_outputs, size):
+        length, part = min(size, num_outputs - start), list(args)
+        part[place] = weight.narrow(dim, start, length)
+        if bias is not None:
+            part[place_of_bias] = bias.expand(*bias.shape[:-1], num_outputs).narrow(-1, start, length)
+        parts.append(part)
+    return parts
+
+
+def _compute(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Computes in `dtype`; returns float32, or float64 if an argument had it."""
+
+    def convert(value: Any) -> Any:
+        is_narrower = isinstance(value, torch.Tensor) and value.dtype in (*NARROW, torch.float32)
+        return value.to(dtype) if is_narrower else value
+
+    result: torch.Tensor = func(*map_tree(convert, args), **map_tree(convert, kwargs))
+    has_float64 = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in args)
+    return result if has_float64 else result.to(torch.float32)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in NARROW:
+        return value.to(torch.float32)
+    return torch.float32 if value is torch.float16 or value is torch.bfloat16 else value
