@@ -529,6 +529,7 @@ def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeyp
         pushed[repo_id] = {*filter_repo_objects(files, ignore_patterns=ignore_patterns)}
 
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(HfApi, "auth_check", lambda self, name, write: None)
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"))
     begin_from(whole, folder / "pushed")
     monkeypatch.chdir(folder / "pushed")  # a card is called after the folder, whatever it is given as

@@ -297,7 +297,7 @@ class Run:
 
         def write() -> None:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, load_tokenizer(args), self.answers, seed, target)
+            write_answers(args, load_tokenizer(args), self.answers, seed, target, self.training_args.pass_budget)
 
         self._once("write", contents, write, alone=False)
 
