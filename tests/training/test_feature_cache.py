@@ -32,6 +32,7 @@ from transformers_gumiho.training import (
     feature_extraction,
     write_feature_cache,
 )
+from transformers_gumiho.training.data.budget import within_budget
 
 
 LENGTHS = [20, 9, 17, 20, 5, 20, 12]
@@ -279,7 +280,7 @@ def test_as_many_states_are_read_as_are_trained_on(
 
 
 def test_rows_of_like_length_are_read_together(target: PreTrainedModel, tmp_path: Path) -> None:
-    batches = feature_extraction._batches(range(7), LENGTHS, 40)  # noqa: SLF001
+    batches = within_budget(range(7), LENGTHS, 40)
     assert sorted(row for batch in batches for row in batch) == [*range(7)]
     assert [[LENGTHS[row] for row in batch] for batch in batches] == [[20, 20], [20, 17], [12, 9, 5]]
     write(target, tmp_path / "one")

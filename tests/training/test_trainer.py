@@ -496,7 +496,7 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
         make_args(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(TypeError, match="`target` must be a model or CachedFeatures, got str"):
         make_trainer("target", tmp_path, make_drafter(target))
-    with pytest.raises(ValueError, match="The target is a drafter"):
+    with pytest.raises(ValueError, match="this GumihoModel is a drafter"):
         make_trainer(make_drafter(target), tmp_path, make_drafter(target))
     with pytest.raises(ValueError, match=r"`compute_loss_func` .* Leave it out"):
         make_trainer(target, tmp_path, compute_loss_func=lambda *_, **__: 0)
@@ -523,3 +523,10 @@ def test_a_step_of_tokens_is_the_same_in_passes_of_any_size(target: PreTrainedMo
         assert by_rows[name] == pytest.approx(found[1][1][name], rel=1e-4)
     with pytest.raises(ValueError, match="`gradient_accumulation_steps=2` counts batches of rows"):
         make_args(tmp_path, tokens_per_step=64, gradient_accumulation_steps=2)
+
+
+def test_an_evaluation_in_half_precision_leaves_the_drafter_as_it_was(target: PreTrainedModel, tmp_path: Path) -> None:
+    trainer = make_trainer(target, tmp_path, bf16_full_eval=True)
+    before = {name: parameter.clone() for name, parameter in trainer.drafter.named_parameters()}
+    trainer.evaluate()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in trainer.drafter.named_parameters())

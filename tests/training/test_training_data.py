@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from tokenizers import normalizers
 from training_data import (
     CHATML,
     DEMO_TARGET,
@@ -622,3 +623,41 @@ def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) 
     stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
         prepare_dataset(stream, make_tokenizer(), config, max_length=256)
+
+
+@pytest.mark.parametrize("form", ["NFKC", "NFC"])
+@pytest.mark.parametrize(
+    "answer", ["import os\u2026\nso on\u2026", "the \ufb01rst has 5\u338f", "cafe\u0301 nai\u0308ve"]
+)
+def test_a_normalizer_of_the_tokenizer_changes_nothing_of_what_counts(form: str, answer: str) -> None:
+    """It makes texts longer, or shorter."""
+    tokenizer = make_tokenizer(CHATML)
+    normalizer = getattr(normalizers, form)()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512)
+    data = Dataset.from_list(
+        [{"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}]}]
+    )
+    rows, _ = prepare_dataset(data, tokenizer, config, packing=False, max_length=256)
+    learned = [place for place, counts in enumerate(rows[0]["loss_mask"]) if counts]
+    text = tokenizer.decode(rows[0]["input_ids"][learned[0] : learned[-1] + 1])
+    assert text == normalizer.normalize_str(answer) + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"seq_lengths": [3, 2]},
+        {"attention_mask": [1, 1, 1, 2, 2]},
+        {"seq_idx": [0, 0, 0, 1, 1]},
+        {"document_ids": [4, 4, 4, 7, 7]},
+    ],
+)
+def test_texts_that_other_libraries_packed_stay_apart(marks: dict[str, list[int]]) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9]}
+    batch = GumihoDataCollator()([row | marks])
+    expected = GumihoDataCollator()([row | {"position_ids": [0, 1, 2, 0, 1]}])
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert "position_ids" not in GumihoDataCollator()([row | {"attention_mask": [1] * 5}])
+    with pytest.raises(ValueError, match="`seq_lengths` are"):
+        GumihoDataCollator()([row | {"seq_lengths": [3, 3]}])

@@ -293,3 +293,15 @@ def test_a_target_that_overflows_writes_nothing(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("own", [{"min_p": 0.99}, {"typical_p": 1e-4}, {"epsilon_cutoff": 0.9}])
+def test_all_that_a_target_says_of_sampling_is_followed(own: dict[str, float]) -> None:
+    """Each of these leaves one token, which no number that is drawn changes."""
+    config = GenerationConfig(do_sample=True, temperature=1.5, top_p=1.0, top_k=0, **own)
+    sampling = Sampling.of_target(config)
+    assert sampling.further == own
+    scores = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)).repeat(8, 1)
+    drawn = local.draw(scores, sampling, torch.linspace(0, 0.99, 8))
+    assert len({*drawn.tolist()}) == 1
+    assert Sampling.of_target(GenerationConfig(do_sample=True, typical_p=1.0)).further == {}

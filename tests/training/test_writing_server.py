@@ -237,7 +237,7 @@ def test_a_busy_server_is_asked_again(serve: Serve, tmp_path: Path, status: int)
     assert all("messages" in row for row in rows)
 
 
-@pytest.mark.parametrize("status", [400, 413, 422, 500])
+@pytest.mark.parametrize("status", [400, 413, 422, 500, 504, 524])
 def test_a_refused_row_is_skipped_with_the_servers_words(
     serve: Serve, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +263,7 @@ def test_a_refused_row_is_skipped_with_the_servers_words(
         write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS[1:2])
 
 
-@pytest.mark.parametrize(("status", "answers_others"), [(500, False), (503, True), (504, True)])
+@pytest.mark.parametrize(("status", "answers_others"), [(500, False), (503, True), (504, False)])
 def test_a_server_that_fails_from_some_request_on_costs_no_row(
     serve: Serve, tmp_path: Path, status: int, answers_others: bool
 ) -> None:
@@ -323,6 +323,14 @@ def test_where_one_server_fails_the_others_go_on(
     with pytest.raises(EndpointError, match=rf"{told}.*run this again to continue"):
         write(make_engine([fails, f"http://localhost:{free_port()}"], max_retries=1), tmp_path / "b.jsonl")
     assert len(write(make_engine(works), tmp_path / "b.jsonl")) == len(QUESTIONS)
+
+
+def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks://127.0.0.1:9/")
+    for url in ("http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000/v1"):
+        make_engine(url)
+    with pytest.raises(ValueError, match="proxy"):
+        make_engine("http://example.com")
 
 
 def test_settings_of_an_endpoint_out_of_range_are_refused() -> None:

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from transformers_gumiho.training.batches import SeededLengthGroups, ShareOfBatches, StepBatches, within_budget
+from transformers_gumiho.training.batches import SeededLengthGroups, ShareOfBatches, StepBatches
+from transformers_gumiho.training.data.budget import within_budget
 
 
 LENGTHS = [random.Random(0).choice([3, 17, 90, 200, 333, 700]) + n % 7 for n in range(500)] + [9000]

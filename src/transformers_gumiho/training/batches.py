@@ -1,6 +1,6 @@
 """Batches within a budget of padded tokens: what the optimizer sees in a step, and what a device's memory sees."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,25 +12,12 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from .arguments import GumihoTrainingArguments
+from .data.budget import within_budget
 
 
 # The columns of a batch that are tensors `(B, L, ...)`.
 _EMPTY_TOKENS = 16  # of a pass without rows
 _OF_TOKENS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")
-
-
-def within_budget(rows: Iterable[int], lengths: Sequence[int], num_tokens: int) -> list[list[int]]:
-    """
-    Returns rows in batches of at most `num_tokens` tokens, padding included: the longest first, equally long ones in
-    their order. A longer row is alone.
-    """
-    batches: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= num_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 class StepBatches(Sampler[list[list[int]]]):

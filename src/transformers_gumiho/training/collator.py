@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ..commands import UserValueError
 
 
 _STATES = ("hidden_states", "layer_states")
+# Columns in which other libraries number the texts of a packed row.
+TEXT_NUMBERS = ("seq_idx", "document_ids", "attention_mask")
 # How other libraries mark the assistant's tokens, with the value of all others.
 OTHER_MARKS = {"labels": -100, "assistant_masks": 0, "completion_mask": 0}
 
@@ -22,9 +25,10 @@ class GumihoDataCollator:
 
     A row holds `input_ids` (`L` token ids), and optionally `loss_mask` (1 at the states that count as targets;
     default: those between tokens that `labels`, `assistant_masks` or `completion_mask` mark as the assistant's, or
-    else all), `position_ids` (the position of each token in its own text, if the row packs several), `hidden_states`
-    (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, those of further layers). Attention is
-    causal, so padding needs no attention mask; its positions start at zero, as those of a text of its own.
+    else all), `position_ids` (the position of each token in its own text, if the row packs several; other libraries'
+    `seq_lengths`, or numbers of the texts in `attention_mask`, `seq_idx` or `document_ids` say it, too),
+    `hidden_states` (`(L, H)`, cached features of the target) and `layer_states` (`(L, k * H)`, of further layers).
+    Attention is causal, so padding needs no attention mask. Its positions start at zero, as those of another text.
 
     Args:
         vocab_size: Where given, token ids from there on are refused.
@@ -41,7 +45,7 @@ class GumihoDataCollator:
         ids = self._pad([torch.as_tensor(row["input_ids"], dtype=torch.long, device="cpu") for row in rows])
         self._check(ids)
         # Rows from several sources: packed ones next to others, for which tables hold no value.
-        own_positions = [row.get("position_ids") for row in rows]
+        own_positions = [positions_of(row) for row in rows]
         positions = [
             torch.as_tensor(range(len(row["input_ids"])) if own is None else own, device="cpu").long()
             for row, own in zip(rows, own_positions, strict=True)
@@ -81,6 +85,28 @@ class GumihoDataCollator:
             )
 
 
+def positions_of(row: Mapping[str, Any]) -> Any:
+    """
+    Returns the position of each token in its own text, as a row or other libraries' marks of packed texts say; `None`
+    where the row is one text.
+
+    Raises:
+        ValueError: The lengths of the texts are not those of the row.
+    """
+    if row.get("position_ids") is not None:
+        return row["position_ids"]
+    length = len(row["input_ids"])
+    if (lengths := row.get("seq_lengths")) is not None:
+        lengths = torch.as_tensor(lengths).tolist()
+        if sum(lengths) != length:
+            raise UserValueError(f"A row has {length} tokens, but its `seq_lengths` are {lengths}.")
+    else:
+        name = next((name for name in TEXT_NUMBERS if row.get(name) is not None), None)
+        numbers = [1] if name is None else torch.as_tensor(row[name]).tolist()
+        lengths = [len(list(run)) for _, run in groupby(numbers)]
+    return [place for of_text in lengths for place in range(of_text)] if len(lengths) > 1 else None
+
+
 def collate_all(collate: GumihoDataCollator, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Collates rows as if all their tokens were the assistant's."""
     unmarked = ({name: value for name, value in row.items() if name != "loss_mask"} for row in rows)
@@ -100,7 +126,7 @@ def _check_columns(row: Mapping[str, Any]) -> None:
         raise UserValueError(
             "A row is padded: its `attention_mask` holds 0. Tokenize without padding, as rows are padded in batches."
         )
-    for name in ("loss_mask", *OTHER_MARKS, "position_ids", *_STATES):
+    for name in ("loss_mask", *OTHER_MARKS, "position_ids", *TEXT_NUMBERS, *_STATES):
         if row.get(name) is not None and len(row[name]) != length:
             raise UserValueError(f"A row has {length} tokens, but its `{name}` is for {len(row[name])}.")
 

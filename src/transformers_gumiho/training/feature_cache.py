@@ -107,7 +107,7 @@ class FeatureDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # rows are read later, wherever the program is then
         self.manifest = CacheManifest.load(self.folder)
         self.made_from = Record(self.folder / MADE_FROM).made_from
         self._shards = self.manifest.shards(self.folder)

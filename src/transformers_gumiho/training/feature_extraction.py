@@ -21,8 +21,8 @@ from ..generation.verification.placement import input_device
 from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
-from .batches import within_budget
-from .collator import OTHER_MARKS, GumihoDataCollator, loss_mask_of
+from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of
+from .data.budget import within_budget
 from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
 from .data.run_files import Record, sole_writer
 from .data.target_runs import why_not_finite
@@ -113,12 +113,14 @@ def write_feature_cache(
         )
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UserValueError(f"`dtype` must be a floating one such as `torch.bfloat16`, got {dtype!r}.")
-    folder, state = Path(folder), PartialState()
+    folder, state = Path(folder).absolute(), PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     layers = _layers(target.config, target_layer_ids)
     features, columns = OnlineFeatures(target, layers), _columns(dataset)
     if "loss_mask" not in dataset.column_names and "loss_mask" in columns:
-        dataset = dataset.map(lambda row: {"loss_mask": loss_mask_of(row).tolist()})
+        dataset = dataset.map(_marked)
+    if "position_ids" not in dataset.column_names and "position_ids" in columns:
+        dataset = dataset.map(lambda row: {"position_ids": positions_of(row) or [*range(len(row["input_ids"]))]})
     lengths = row_lengths(dataset) or []
     size = cache_size(dataset, target.config, dtype, layers)
     manifest = CacheManifest(
@@ -271,8 +273,16 @@ def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
     save_completely(weights, folder / TARGET_FOLDER / WEIGHTS)
 
 
+def _marked(row: dict[str, Any]) -> dict[str, list[int]]:
+    """Returns which states of a row count, as other libraries' marks say."""
+    positions = positions_of(row)
+    return {"loss_mask": loss_mask_of(row, None if positions is None else torch.tensor(positions)).tolist()}
+
+
 def _columns(dataset: "Dataset") -> list[str]:
-    found = set(dataset.column_names) | ({"loss_mask"} if {*OTHER_MARKS} & set(dataset.column_names) else set())
+    found = set(dataset.column_names)
+    found |= {"loss_mask"} if found & {*OTHER_MARKS} else set()
+    found |= {"position_ids"} if found & {"seq_lengths", *TEXT_NUMBERS} and any(map(positions_of, dataset)) else set()
     return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
 
 

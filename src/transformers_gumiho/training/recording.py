@@ -91,7 +91,7 @@ def record(
 
     ```
     """
-    inner, folder = as_target(target), Path(folder)
+    inner, folder = as_target(target), Path(folder).absolute()  # wherever the program goes
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise UserValueError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
     if not (0 < share <= 1 and max_gigabytes > 0):

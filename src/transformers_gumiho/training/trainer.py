@@ -18,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ha
 
 from ..commands import UserFloatingPointError, UserValueError
 from ..generation.verification.target_states import TargetStates
-from ..internals import drive_one_device, gradients_of_pass
+from ..internals import drive_one_device, gradients_of_pass, note_best_metric
 from . import checks
 from .arguments import GumihoTrainingArguments
-from .batches import SeededLengthGroups, ShareOfBatches, StepBatches, make_loader, within_budget
+from .batches import SeededLengthGroups, ShareOfBatches, StepBatches, make_loader
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_checkpoint
 from .collator import GumihoDataCollator, collate_all
+from .data.budget import within_budget
 from .data.target_runs import why_not_finite
 from .draft_vocabulary import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
@@ -317,7 +318,14 @@ class GumihoTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
-        output = super().evaluation_loop(*args, **kwargs)
+        # `bf16_full_eval` rounds the drafter in place: what is trained and saved stays as it was.
+        kept = [(parameter, parameter.data) for parameter in self.drafter.parameters()]
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            for parameter, data in kept:
+                if parameter.dtype != data.dtype:
+                    parameter.data = data
         if self._acceptance_prompts and not self._positions_per_row:
             target: Any = self.target_features
             new_tokens = self.args.acceptance_max_new_tokens
@@ -450,7 +458,7 @@ class GumihoTrainer(Trainer):
         """As `Trainer._evaluate`. With `eval_on_start`, the drafter to begin with may be the best one, too."""
         metrics = super()._evaluate(trial, *args, **kwargs)
         if self.state.global_step == 0 and self.args.load_best_model_at_end:
-            self._determine_best_metric(metrics, trial)
+            note_best_metric(self, metrics, trial)
             self._save_checkpoint(self.model, trial)
         return metrics
 

@@ -5,22 +5,23 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 
 from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
+    COUNT_OF_SLOTS,
     cache_argument,
-    counts_slots,
     forward_parameters,
-    hands_on_positions,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
 )
 from .attention_kind import AttentionKind, attention_kind
-from .mixers import holds_tree
+from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
 from .target_states import find_decoder
 from .tree_cache import has_all_entries
@@ -143,12 +144,12 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set
     if kinds <= _STATES:
         return None
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    if not takes_positions or getattr(config, "alibi", False) or not hands_on_positions(target):
+    if not takes_positions or getattr(config, "alibi", False) or not _hands_on_positions(target):
         return (
             "counts the positions of its tokens itself (its `forward` gets no `position_ids`, or it uses ALiBi), so "
             "the branches of a draft tree cannot share positions"
         )
-    if any(map(counts_slots, set(map(type, modules_of(target.get_decoder()))))):
+    if any(COUNT_OF_SLOTS in names_in_code(kind) for kind in set(map(type, modules_of(target.get_decoder())))):
         return "reads positions off the slots of its cache"
     if config.model_type == "git" and CACHE_NAME != "cache":
         return "takes no mask of a draft tree before transformers 5.24"
@@ -197,3 +198,17 @@ def _holds_states(kind: Any) -> bool:
     # An annotation that is a string or missing says nothing.
     says_nothing = not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty)
     return not says_nothing and not issubclass(kind, (Cache, type(None)))
+
+
+def _hands_on_positions(target: PreTrainedModel) -> bool:
+    """Whether the `position_ids` of a pass reach the target's `forward`. Some classes drop them (EXAONE 4.5)."""
+    prepare: Any = type(target).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
+    kwargs = {cache_argument(target): DynamicCache(), "attention_mask": torch.ones_like(tokens), "use_cache": True}
+    try:
+        positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
+    except Exception:  # it needs arguments that only a call has; a trial judges it
+        return True
+    return positions is not None and positions.shape[-1] == tokens.shape[-1]

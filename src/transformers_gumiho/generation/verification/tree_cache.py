@@ -118,6 +118,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.memory = memory
         self.lengths = [0] * batch_size
+        self._longest, self._is_uniform = 0, True  # of the lengths: the largest, and whether they are all alike
         self.num_pending = 0
         self.context_mask: torch.Tensor | None = None
         self.states: TreeStates | None = None
@@ -244,7 +245,7 @@ class TreeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Returns the slots of the longest row, pending ones included; a tensor `()` where shapes are fixed."""
-        longest: Any = max(self.lengths) if self._device_lengths is None else self._device_lengths.max()
+        longest: Any = self._longest if self._device_lengths is None else self._device_lengths.max()
         return longest + self.num_pending
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -337,6 +338,7 @@ class TreeCache(Cache):
     def count(self, accepted_lengths: Sequence[int]) -> None:
         """Counts committed entries on the host."""
         self.lengths = [length + number for length, number in zip(self.lengths, accepted_lengths, strict=True)]
+        self._longest, self._is_uniform = max(self.lengths), min(self.lengths) == max(self.lengths)
         self._is_running = [number > 0 for number in accepted_lengths]
         self.num_pending = 0
         self._known.clear()
@@ -387,10 +389,6 @@ class TreeCache(Cache):
             # A view keeps all of a buffer alive, and is saved with it. Each buffer is freed with its last layer.
             old.keys, old.values = owned(old.keys), owned(old.values)
 
-    @property
-    def _is_uniform(self) -> bool:
-        return len(self.lengths) == 1 or min(self.lengths) == max(self.lengths)
-
     def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
         if device not in self._known:
             self._known[device] = upload(self.lengths, device)[:, None]
@@ -405,9 +403,10 @@ class TreeCache(Cache):
         return starts - first if isinstance(starts, int) else (starts - first).clamp(min=0)
 
     def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        num_new, first = keys.shape[2], self._first(layer.window)
-        stop = self.get_seq_length() + num_new - first
-        if stop > self._num_slots(layer.window):
+        num_new, span = keys.shape[2], self._spans.get(layer.window)
+        first = 0 if span is None else span.first
+        stop = self._longest + self.num_pending + num_new - first
+        if stop > layer.keys.shape[2]:
             self.reserve(stop, layer.window)
         for buffer, states in ((layer.keys, keys), (layer.values, values)):
             if self._is_uniform:

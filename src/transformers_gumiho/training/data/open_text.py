@@ -14,8 +14,13 @@ from ...files import damaged_files_named, read_text
 
 
 def encode_open_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the token ids of a text, without those that the tokenizer adds to every end (`</s>`, `[SEP]`)."""
+    """
+    Returns the token ids of a text, without those that the tokenizer adds to every end (`</s>`, `[SEP]`). A text that
+    was rendered before begins with the tokenizer's beginning of a text, which is read once.
+    """
     ids = list(tokenizer(text)["input_ids"])
+    if tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
     return ids[: len(ids) - count_closing_tokens(tokenizer)]
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -166,6 +167,9 @@ class Renderer:
     def _first_token(self, ids: list[int], read: list[int], tail: str) -> int:
         """Returns the first token that begins within `tail`, the end of a text; a prompt of it encodes to `read`."""
         first = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, read, strict=False))))
+        written = self.decode(self.encode(tail))
+        if _compatible(written) == _compatible(tail):  # a normalizer makes other characters of the same text
+            tail = written
         # A token that begins before the tail belongs to what the target reads: it does not choose it.
         while first < len(ids) and len(self.decode(ids[first:])) > len(tail):
             first += 1
@@ -206,6 +210,11 @@ class Renderer:
                 return self.tokenizer.apply_chat_template(texts, **extras, **settings)
         except Exception as error:  # a template may compute anything from a row
             raise MalformedRowError(f"the chat template refuses it: {error}") from error
+
+
+def _compatible(text: str) -> str:
+    """Returns what is left of a text where characters that mean the same are one."""
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def counting_states(ids: list[int], learned: list[int], eos_token_id: int | None) -> list[int]:

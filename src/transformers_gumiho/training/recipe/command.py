@@ -30,7 +30,7 @@ def run_data_command(words: Sequence[str]) -> None:
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
     check_idle("data", args, words)
     args.check()
-    write_answers(args, load_tokenizer(args), args.output_file, args.seed)
+    write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
 
 
 def run_train_command(words: Sequence[str], measures: Measures) -> None:
@@ -57,6 +57,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
             raise UserValueError(
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
+    if training_args.push_to_hub and not args.plan and training_args.process_index == 0:
+        _repository(folder, training_args)  # without permission, it ends here rather than after the training
     make_folder(folder / "work")
     run = Run(args, phases, folder, measures, partial(learning_rates, words))
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
@@ -109,13 +111,20 @@ def phases_of(
     return found
 
 
+def _repository(folder: Path, args: GumihoTrainingArguments) -> str:
+    """Returns the name of the drafter's repository, made if it is new; raises `OSError` without the permission."""
+    api, name = HfApi(token=args.hub_token), args.hub_model_id or folder.resolve().name
+    with as_user_errors():
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        api.auth_check(repository, write=True)  # one that is there is no error above
+    return repository
+
+
 def _push(folder: Path, args: GumihoTrainingArguments) -> None:
     """Uploads the drafter to the Hub, without what it was made from, and without the arguments, which hold a token."""
     with as_user_errors():
-        api = HfApi(token=args.hub_token)
-        name = args.hub_model_id or folder.resolve().name
-        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-        api.upload_folder(
+        repository = _repository(folder, args)
+        HfApi(token=args.hub_token).upload_folder(
             repo_id=repository, folder_path=folder, revision=args.hub_revision,
             ignore_patterns=["work/*", TRAINING_ARGS_NAME], commit_message="A drafter of `gumiho train`",
         )  # fmt: skip

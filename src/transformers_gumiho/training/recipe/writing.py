@@ -77,11 +77,16 @@ def load_rows(
 
 
 def write_answers(
-    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, path: str | Path, seed: int, target: Any = None
+    args: WritingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    seed: int,
+    target: Any = None,
+    tokens_per_pass: int | None = None,
 ) -> None:
     """
     Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
-    if no server runs it.
+    if no server runs it. It reads prompts of at most `tokens_per_pass` tokens at a time.
     """
     with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
@@ -91,7 +96,7 @@ def write_answers(
         rows, report = load_rows(args, tokenizer, config, answered=False)
         say(report)
     if args.endpoint is None:
-        engine: Engine = LocalEngine(target or load_target(args), args.writing_batch_size)
+        engine: Engine = LocalEngine(target or load_target(args), args.writing_batch_size, tokens_per_pass)
     else:
         model, key = str(args.endpoint_model or args.target), os.environ.get("ENDPOINT_API_KEY")
         engine = ServerEngine(args.endpoint, model, tokenizer, concurrency=args.concurrency, api_key=key)

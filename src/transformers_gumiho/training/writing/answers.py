@@ -20,9 +20,6 @@ from .requests import Completion, Request, Sampling, Task
 from .row_file import Engine, in_words, row_file
 
 
-# Batches whose rows are sorted by length together. To 3,784 prompts of people, SmolLM2 wrote 55 tokens/s with equal
-# lengths in a batch, and 26 with mixed ones: padding took the rest.
-_SORTED_BATCHES = 8
 _MANY_CUT = 0.1  # of the answers: they are then mostly beginnings
 # An answer that was cut while it repeated a phrase of at most so many tokens, over at least so many tokens, would do
 # so forever.
@@ -178,11 +175,7 @@ def loops(ids: list[int]) -> bool:
 
 
 def _batches(dataset: Dataset, batch_size: int) -> list[list[int]]:
-    """Returns the numbers of the rows of each batch: of similar length, and batches of all lengths in every part."""
-    lengths, window = [len(first_question(row) or "") for row in dataset], _SORTED_BATCHES * batch_size
-    numbers = [
-        number
-        for start in range(0, len(lengths), window)
-        for number in sorted(range(start, min(start + window, len(lengths))), key=lengths.__getitem__)
-    ]
+    """Returns the numbers of the rows of each batch: of like length, the longest first."""
+    lengths = [len(first_question(row) or "") for row in dataset]
+    numbers = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     return [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]

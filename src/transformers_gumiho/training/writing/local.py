@@ -1,6 +1,7 @@
 """A target in this process, which continues batches of prompts: rows leave a batch as they end."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,13 +10,24 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ...commands import UserValueError
 from ...generation.verification.placement import input_device
 from ...internals import CACHE_NAME
+from ..data.budget import within_budget
 from ..data.fingerprint import VOLATILE, model_fingerprint
 from ..data.target_runs import ONE_ROW_EACH, why_not_finite
-from .requests import Completion, Request, Sampling, Task
+from .requests import FURTHER, Completion, Request, Sampling, Task
 
 
 # Tokens after which ended rows leave. A batch of 32 answers of SmolLM2 then takes 1% more passes x rows than if they
@@ -30,8 +42,8 @@ _IN_PIECES: dict[str, Any] = {
 }  # fmt: skip
 # Fields of a target's generation config that do not decide what it writes, or that `Sampling` and requests hold.
 _NOT_ITS_OWN = {
-    *ONE_ROW_EACH, *_IN_PIECES, *VOLATILE, "_from_model_config", "temperature", "top_p", "top_k", "max_length",
-    "max_new_tokens", "pad_token_id",
+    *ONE_ROW_EACH, *_IN_PIECES, *VOLATILE, *FURTHER, "_from_model_config", "temperature", "top_p", "top_k",
+    "max_length", "max_new_tokens", "pad_token_id",
 }  # fmt: skip
 
 
@@ -47,15 +59,16 @@ class LocalEngine:
     Args:
         target: The target.
         batch_size: Tasks at a time.
+        tokens_per_pass: Tokens of prompts that the target reads at a time, with padding; by default all of a batch.
 
     Raises:
         ValueError: The batch size is below 1.
     """
 
-    def __init__(self, target: PreTrainedModel, batch_size: int = 32):
+    def __init__(self, target: PreTrainedModel, batch_size: int = 32, tokens_per_pass: int | None = None):
         if batch_size < 1:
             raise UserValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        self.target, self.batch_size = target.eval(), batch_size
+        self.target, self.batch_size, self.tokens_per_pass = target.eval(), batch_size, tokens_per_pass
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
 
@@ -78,8 +91,16 @@ class LocalEngine:
                     yield number, end.value
             completions = dict(zip(requests, self.complete(list(requests.values())), strict=True))
 
-    @torch.inference_mode()
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answers requests, as many at a time as `tokens_per_pass` allows. Raises `ValueError` as [`run`] does."""
+        lengths = [len(request.prompt_ids) for request in requests]
+        found: dict[int, Completion] = {}
+        for group in within_budget(range(len(requests)), lengths, self.tokens_per_pass or sys.maxsize):
+            found |= zip(group, self._complete([requests[number] for number in group]), strict=True)
+        return [found[number] for number in range(len(requests))]
+
+    @torch.inference_mode()
+    def _complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Answers requests as one batch. Raises `ValueError` if what the target computes is not finite."""
         ends, device = self.ends.union(*(request.ends for request in requests)), input_device(self.target)
         padding, longest = min(ends, default=0), max((len(request.prompt_ids) for request in requests), default=0)
@@ -148,8 +169,12 @@ class _Choice(LogitsProcessor):
 
 def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> torch.Tensor:
     """Returns the tokens `(B,)` that sampling takes from scores `(B, V)` at these random numbers `(B,)` in [0, 1)."""
-    probs, tokens = (scores.float() / sampling.temperature).softmax(dim=-1), None
-    if sampling.top_k or sampling.top_p < 1:
+    tokens = None
+    if sampling.further:
+        probs = _warped(scores.float(), sampling).softmax(dim=-1)
+    else:
+        probs = (scores.float() / sampling.temperature).softmax(dim=-1)
+    if not sampling.further and (sampling.top_k or sampling.top_p < 1):
         # The most probable tokens, from which the nucleus is cut; a wide one takes all tokens.
         full, num_candidates = probs, min(sampling.top_k or _NUM_CANDIDATES, probs.shape[-1])
         probs, tokens = full.topk(num_candidates, dim=-1)
@@ -162,3 +187,25 @@ def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> tor
     places = (reached <= numbers[:, None] * reached[:, -1:]).sum(dim=-1)
     places = places.clamp(max=probs.shape[-1] - 1)[:, None]
     return (places if tokens is None else tokens.gather(1, places))[:, 0]
+
+
+def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Returns scores `(B, V)` as all of a target's warpers leave them, in the order of `generate()`."""
+    further, device = sampling.further, scores.device
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if "top_h" in further:
+        warpers.append(TopHLogitsWarper(top_h=further["top_h"]))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(top_k=sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p=sampling.top_p))
+    if "min_p" in further:
+        warpers.append(MinPLogitsWarper(min_p=further["min_p"]))
+    if "typical_p" in further:
+        warpers.append(TypicalLogitsWarper(mass=further["typical_p"]))
+    if "epsilon_cutoff" in further:
+        warpers.append(EpsilonLogitsWarper(epsilon=further["epsilon_cutoff"]))
+    if "eta_cutoff" in further:
+        warpers.append(EtaLogitsWarper(epsilon=further["eta_cutoff"], device=str(device)))
+    ids = torch.zeros(len(scores), 0, dtype=torch.long, device=device)  # which these do not read
+    return torch.as_tensor(warpers(ids, scores))

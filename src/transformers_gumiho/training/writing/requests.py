@@ -1,7 +1,7 @@
 """What is asked of a target: to continue token ids. Engines answer in this process, or behind a server."""
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig
@@ -9,17 +9,24 @@ from transformers import GenerationConfig
 from ...commands import UserValueError
 
 
+# Fields of a generation config that cut the distribution, besides those that `Sampling` names.
+FURTHER = ("top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_WITHOUT_EFFECT = {"typical_p": 1.0}
+
+
 @dataclass(frozen=True)
 class Sampling:
     """
     How text is sampled: at a `temperature`, from the `top_k` most probable tokens (0: all) and of these from the
-    nucleus of probability mass `top_p`. A `share` of the answers is sampled; the others are greedy.
+    nucleus of probability mass `top_p`. A `share` of the answers is sampled; the others are greedy. `further` holds
+    what else the target's generation config says of sampling, such as `min_p`.
     """
 
     temperature: float = 1.0
     top_p: float = 0.95
     top_k: int = 0
     share: float = 0.25
+    further: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.share <= 1:
@@ -33,7 +40,9 @@ class Sampling:
         """Returns how a target samples by its own config: all answers, or a quarter if it is greedy there."""
         if not config.do_sample:
             return cls()
-        return cls(config.temperature or 1.0, config.top_p or 1.0, config.top_k or 0, share=1.0)
+        own = {name: getattr(config, name, None) for name in FURTHER}
+        further = {name: value for name, value in own.items() if value not in (None, _WITHOUT_EFFECT.get(name, 0))}
+        return cls(config.temperature or 1.0, config.top_p or 1.0, config.top_k or 0, share=1.0, further=further)
 
 
 @dataclass(frozen=True)

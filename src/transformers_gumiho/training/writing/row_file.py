@@ -42,7 +42,7 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     """
     if Path(path).is_dir():
         raise UserValueError(f"{str(path)!r} is a folder. Name a file in it.")
-    file, is_main = RowFile(Path(path)), processes().is_main_process
+    file, is_main = RowFile(Path(path).absolute()), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
             file.rows()  # a user's file is not touched

@@ -4,13 +4,15 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from multiprocessing.pool import ThreadPool
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...commands import UserOSError, UserValueError
+from ...commands import UserOSError, UserValueError, as_user_errors
 from ..data.datasets import MalformedRowError
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Task
@@ -19,7 +21,7 @@ from .requests import Completion, Request, Task
 _REFUSALS = (400, 413, 422)  # what concerns one request: it is too long, or filtered
 _ENDS = ("stop", "eos_token", "stop_sequence")  # of an answer: the last ones are TGI's names for it
 _BUSY = (408, 409, 429)  # what the client asks again, and other servers may answer
-_FAULT = 500  # which may concern one request, too
+_FAULTS = (500, 504, 524)  # which may concern one request, too, as one for which a gateway does not wait
 _SECONDS = 3600  # for an answer: with many requests at a time, each of them waits for the others
 _NUM_REFUSALS = 32  # refusals at the start, after which the run stops
 # What may go wrong in reading an answer that is not one.
@@ -60,7 +62,7 @@ class ServerEngine:
         api_key: str | None = None,
         max_retries: int = 8,
     ):
-        from openai import OpenAI, Timeout
+        from openai import DefaultHttpxClient, OpenAI, Timeout
 
         self.urls = [urls] if isinstance(urls, str) else list(urls)
         for url in self.urls:
@@ -73,9 +75,14 @@ class ServerEngine:
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         settings["timeout"] = Timeout(_SECONDS, connect=10)
         urls = [f"{url.rstrip('/').removesuffix('/v1')}/v1" for url in self.urls]
-        self._clients = deque(OpenAI(base_url=url, **settings) for url in urls)
+        with as_user_errors():  # of a proxy that the environment names
+            self._clients = deque(
+                OpenAI(base_url=url, http_client=DefaultHttpxClient(trust_env=not _is_here(url)), **settings)
+                for url in urls
+            )
         self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
         self._knows_ids: bool | None = None
+        self._keeps_marks = {"skip_special_tokens": False}
         self._refusal, self._num_tokens = "", len(tokenizer)
 
     @property
@@ -147,13 +154,22 @@ class ServerEngine:
             except _NO_ANSWER:
                 text = "sends no token ids: texts are encoded again, and those that do not encode back are left out"
                 tqdm.write(f"{' or '.join(self.urls)} {text}.")
+                self._ask_for_marks()
                 return False
         return True
+
+    def _ask_for_marks(self) -> None:
+        """Lets texts keep the marks of reasoning and tools, where the server knows how."""
+        try:
+            self._send(Request([], 1, None, 0), prompt="a", extra_body=self._keeps_marks)
+        except (MalformedRowError, *_NO_ANSWER):
+            self._keeps_marks = {}
+            tqdm.write("It may leave special tokens out of its texts: marks of reasoning and tools are then lost.")
 
     def _by_ids(self, request: Request) -> Completion:
         further: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(request.ends)}
         if request.sampling is not None:
-            further["top_k"] = request.sampling.top_k or -1
+            further |= {"top_k": request.sampling.top_k or -1} | request.sampling.further
         choice = self._send(request, prompt=request.prompt_ids, extra_body=further)
         return list(map(int, choice.token_ids)), choice.finish_reason in _ENDS
 
@@ -162,7 +178,8 @@ class ServerEngine:
         bos = self.tokenizer.bos_token
         if bos and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
             prompt = prompt.removeprefix(bos)  # the server's tokenizer puts it before every text itself
-        choice = self._send(request, prompt=prompt, **({"stop": [request.stop]} if request.stop else {}))
+        settings: dict[str, Any] = {"stop": [request.stop]} if request.stop else {}
+        choice = self._send(request, prompt=prompt, extra_body=self._keeps_marks, **settings)
         with self._lock:
             ids = self._renderer.encode(choice.text)
             if self._renderer.decode(ids) != choice.text:
@@ -186,10 +203,10 @@ class ServerEngine:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
                 cause, said = error, f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
-                is_of_row = error.status_code == _FAULT and self._answers(client)
+                is_of_row = error.status_code in _FAULTS and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
-                is_down = error.status_code in _BUSY or error.status_code >= _FAULT
+                is_down = error.status_code in _BUSY or error.status_code >= 500
                 failure = f"{error.request.url} refuses {said}"
             except openai.APIConnectionError as error:
                 cause, is_down = error, True
@@ -211,3 +228,11 @@ class ServerEngine:
             client.with_options(max_retries=0).completions.create(model=self.model, prompt="a", max_tokens=1)
             return True
         return False
+
+
+def _is_here(url: str) -> bool:
+    """Whether a server runs on this machine, which no proxy reaches."""
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
