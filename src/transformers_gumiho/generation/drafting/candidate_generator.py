@@ -153,7 +153,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
-            first_cycles=FirstCycles.of(target, assistant_model),
+            first_cycles=FirstCycles.of(target, assistant_model) if assistant_model.config.converted_from else None,
             longest_run=session.longest_run,
         )
 
