@@ -48,8 +48,6 @@ def chunk_length(decoder: nn.Module) -> int:
     lengths = [0]
     for module in modules_of(decoder):
         kind: type = type(module)
-        if not reads_states(kind):
-            continue
         names = names_in_code(kind)
         lengths.append(_DELTA_CHUNK if not names.keys().isdisjoint(DELTA_RULES) else 0)
         lengths.append(getattr(module, "chunk_size", 0) if SCAN in names else 0)
