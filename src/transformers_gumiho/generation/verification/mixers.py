@@ -29,6 +29,8 @@ from .tree_states import NodeInputs, RootState
 
 # Attribute of a function that was replaced here, with the original one.
 _REPLACED = "_replaced_for_trees"
+# Tokens of a chunk of the delta rules, whose functions have it as a default.
+_DELTA_CHUNK = 64
 
 
 def holds_tree(decoder: nn.Module) -> bool:
@@ -39,6 +41,17 @@ def holds_tree(decoder: nn.Module) -> bool:
     kinds = set(map(type, modules_of(decoder)))
     mixers = [kind for kind in kinds if not READS_OF_STATES.isdisjoint(names_in_code(kind))]
     return bool(mixers) and all(map(_is_prepared, mixers))
+
+
+def chunk_length(decoder: nn.Module) -> int:
+    """Returns to how many tokens a decoder's layers pad a pass over two or more, where no kernel is installed."""
+    lengths = [0]
+    for module in modules_of(decoder):
+        kind: type = type(module)
+        names = names_in_code(kind)
+        lengths.append(_DELTA_CHUNK if not names.keys().isdisjoint(DELTA_RULES) else 0)
+        lengths.append(getattr(module, "chunk_size", 0) if SCAN in names else 0)
+    return max(lengths)
 
 
 @functools.cache
