@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -271,6 +272,16 @@ def test_code_of_one_target(way: str) -> None:
         target.__class__ = type("Own", (type(target),), own)
     assert not TargetTraits.of(make_target(num_layers=3)).foreign
     check_text(target)
+
+
+def test_methods_that_a_forward_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read as it is; those that no pass runs are not."""
+    target = make_target("gemma3")
+    target.__class__ = type("Own", (type(target),), {"describe": lambda self: "mine"})
+    assert not foreign_code(target)
+    plain = modeling_gemma3.Gemma3RMSNorm._norm
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", functools.wraps(plain)(handing_on(plain)))
+    assert TargetTraits.of(target).is_chain
 
 
 def test_what_known_packages_put_around_a_target_is_its_own() -> None:

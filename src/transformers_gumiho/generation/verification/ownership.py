@@ -4,6 +4,7 @@ node by its mask and its position. Other code (remote code, subclasses, patches,
 else, so it verifies chains, as far as a trial says.
 """
 
+import inspect
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -61,7 +62,7 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
     kinds: set[Any] = set(map(type, modules))
     # 1. What the modules run.
     functions = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
-    functions += [method for kind in kinds for method in (kind.forward, kind.__call__)]
+    functions += [method for kind in kinds for method in _methods_of_passes(kind)]
     prepare = target.prepare_inputs_for_generation
     functions.append(getattr(prepare, "__func__", prepare))
     # 2. What they look up by name: in the files of their classes, and for masks and attention.
@@ -79,6 +80,20 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
     # 4. The parts that stand elsewhere.
     parts = [foreign_part(function) for function in functions if function is not None and function not in _known]
     return frozenset(map(_described, [part for part in (*parts, *registered) if part is not None]))
+
+
+def _methods_of_passes(kind: Any) -> list[Any]:
+    """Returns the methods of a class of modules that a pass runs: `forward`, and those that it calls by their names."""
+    methods = [kind.__call__, kind.forward]
+    names: set[str] = set()
+    for method in methods:  # grows while it is read
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        new = set(getattr(code, "co_names", ())) - names
+        names |= new
+        # Methods that all models have are no part of a pass: tensors have some of their names (`to`, `float`).
+        found = [getattr(kind, name, None) for name in sorted(new) if not hasattr(PreTrainedModel, name)]
+        methods += filter(inspect.isroutine, found)
+    return methods
 
 
 def foreign_part(function: Any) -> Any:
