@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map as map_tree  # noqa: F401
-from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import masking_utils as _masking
 from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping as register_checkpoint_conversion_mapping,
@@ -87,9 +86,10 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     "transformers.GenerationMixin": (VALIDATION_STEP, DECODING_STEP),
     # The loss is averaged over the drafted positions of all batches of a step; and a diverged drafter must not
     # overwrite a good checkpoint.
-    # Lengths of cached rows are known without reading the rows.
+    # Lengths of cached rows are known without reading the rows. The drafter to begin with may be the best one.
     "transformers.Trainer": (
-        "_get_eval_sampler", "_get_num_items_in_batch", "_get_train_sampler", "_prepare_inputs", "_save_checkpoint",
+        "_evaluate", "_get_eval_sampler", "_get_num_items_in_batch", "_get_train_sampler", "_prepare_inputs",
+        "_save_checkpoint",
     ),
 }  # fmt: skip
 
@@ -260,20 +260,6 @@ def cache_argument(target: PreTrainedModel) -> str:
     return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 
-def hands_on_positions(target: PreTrainedModel) -> bool:
-    """Whether the `position_ids` of a pass reach the target's `forward`. Some classes drop them (EXAONE 4.5)."""
-    prepare = type(target).prepare_inputs_for_generation
-    if prepare is GenerationMixin.prepare_inputs_for_generation:
-        return True
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
-    kwargs = {cache_argument(target): DynamicCache(), "attention_mask": torch.ones_like(tokens), "use_cache": True}
-    try:
-        positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
-    except Exception:  # it needs arguments that only a call has; a trial judges it
-        return True
-    return positions is not None and positions.shape[-1] == tokens.shape[-1]
-
-
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns the attention implementation of layers with this config."""
     return config._attn_implementation
@@ -344,38 +330,8 @@ CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 SCAN = "mamba2_chunk_scan"
 # What layers call that read their states from a cache, and how attention counts positions by its slots.
-_READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
-_COUNT_OF_SLOTS = "get_query_offset"
-
-
-@functools.cache
-def names_in_code(kind: type) -> dict[str, dict[str, Any]]:
-    """Returns the names of functions and attributes in the code of a class, each with the globals of that code."""
-    functions = [
-        value for base in reversed(kind.__mro__) for value in vars(base).values() if inspect.isfunction(value)
-    ]
-    found: dict[str, dict[str, Any]] = {}
-    for plain in map(inspect.unwrap, functions):
-        codes = [plain.__code__]
-        for code in codes:  # grows while it is read, by functions within functions
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            found |= dict.fromkeys(code.co_names, plain.__globals__)
-    return found
-
-
-def reads_states(kind: type) -> bool:
-    """Whether modules of a class keep states in a cache."""
-    return not _READS_OF_STATES.isdisjoint(names_in_code(kind))
-
-
-def counts_slots(kind: type) -> bool:
-    """Whether attention of a class reads positions off the slots of a cache."""
-    return _COUNT_OF_SLOTS in names_in_code(kind)
-
-
-def is_of_transformers(function: Callable[..., Any]) -> bool:
-    """Whether a function is transformers' own."""
-    return (getattr(function, "__module__", None) or "").partition(".")[0] == "transformers"
+READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+COUNT_OF_SLOTS = "get_query_offset"
 
 
 def experts_function(implementation: str) -> Callable[..., Any]:
@@ -530,3 +486,8 @@ def gradients_of_pass(accelerator: Any, model: Any, is_last: bool) -> Iterator[N
     waits = is_last or accelerator.distributed_type == "DEEPSPEED"
     with nullcontext() if waits else accelerator.no_sync(model):
         yield
+
+
+def note_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:
+    """Remembers the metrics of an evaluation if they are the best so far, outside of the steps that do so."""
+    return bool(trainer._determine_best_metric(metrics, trial))

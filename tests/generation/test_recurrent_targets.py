@@ -20,10 +20,14 @@ from targets import make_prompts
 from tiny_configs import small_config
 from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 
+from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.verification import session
+from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT
+from transformers_gumiho.generation.verification.mixers import chunk_length
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME
+from transformers_gumiho.model.decoding_settings import DraftingSettings
 
 
 BATCH = [4, 17, 9]
@@ -249,3 +253,24 @@ def test_streamed_and_sampled_rows_end_as_in_plain_decoding() -> None:
         assert plain.sequences.shape[1] < max(lengths) + 36, "the criterion ends it"
         half = len(streamer.values) // 2
         assert streamer.values[:half] == streamer.values[half:]
+
+
+def test_a_cycle_costs_its_nodes_alone_where_no_accepted_token_runs_twice(calls_of: Any) -> None:
+    """Other states run tokens again, and delta rules as chains are padded to chunks of 64."""
+    estimated = calls_of(candidate_generator, "estimate_break_even")
+    for family, expected in (("granite_hybrid", 12), ("bloom", 7), ("zaya", 7 * (1 + PENDING_PER_DRAFT / 2))):
+        target = make_chain_target(family)
+        drafter = make_chain_drafter(target, **SMALL_TREES, break_even=None)
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
+        assert estimated[-1].args[4] == expected
+    target = make_chain_target("qwen3_5")
+    assert chunk_length(target.get_decoder()) == 64
+    assert chunk_length(make_chain_target("bamba").get_decoder()) == 16
+
+
+def test_trees_are_small_by_default_on_accelerators() -> None:
+    drafter = make_chain_drafter(make_chain_target("mamba2"), num_assistant_tokens=None, branching_factor=None)
+    own = drafter.generation_config
+    for has_states, size in ((True, (16, 4)), (False, (63, 14))):
+        settings = DraftingSettings.from_generation_config(own, drafter.config, None, 1, "cuda", has_states)
+        assert (settings.num_assistant_tokens, settings.branching_factor) == size

@@ -71,7 +71,7 @@ def test_every_command_takes_a_head_of_another_method(
     assert torch.equal(drafted.sequences, target.generate(ids, **call).sequences)
     assert drafted.accepted_lengths
     pages: list[Any] = []
-    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: pages.append(page))
+    monkeypatch.setattr(gradio.Blocks, "launch", lambda page, **_: (pages.append(page), "", ""))
     monkeypatch.setattr(command.time, "sleep", interrupt)
     with pytest.raises(SystemExit, match="130"):
         gumiho("demo", *pair)

@@ -24,7 +24,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from training_data import write_jsonl
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainerState
+from transformers import AutoModelForCausalLM, GenerationConfig, TrainerState
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, GumihoTrainingArguments, feature_extraction
@@ -492,11 +492,6 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     output = gumiho(*run, "--ignore_plan", "--plan")
     assert "40 rows of data" in output
     assert "optimizer: adamw" in output
-    assert "tau to expect" not in output, "no run of this size is on record"
-    parameters = plan.num_parameters(AutoConfig.from_pretrained(folder / "target"))
-    monkeypatch.setattr(plan, "RUNS", [("another", 1.5 * parameters, 2e6, 2.5, "report.md")])
-    output = gumiho(*run, "--ignore_plan", "--plan")
-    assert "tau to expect: about 2.5, as another after 2.0 million tokens (report.md)" in output
     cached = ["train", "--features", whole / "work" / "features", "--output_dir", folder / "of_cache", *SMALL]
     refuse("stage 'train' needs about", *cached)
     num_rows = len(FeatureDataset(whole / "work" / "features"))

@@ -20,8 +20,9 @@ from ..model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
 from .verification.cycle_shapes import with_eager_decoder
 from .verification.placement import drafter_device
-from .verification.requirements import check_pair, check_request, check_target, unsupported_reason
+from .verification.requirements import check_pair, check_request, check_target
 from .verification.target_memory import Attachment, memory_of
+from .verification.traits import TargetTraits, Unsupported
 from .verification.trial import check_multi_token_decode
 
 
@@ -140,10 +141,11 @@ def _generate(plain: Callable[..., Any], target: PreTrainedModel, /, *args: Any,
 class AttachedDrafter:
     """
     An `assistant_model` that the caller of `generate()` did not give: a call that turns out not to be drafted decodes
-    plainly instead of raising an error.
+    plainly instead of raising an error. It carries the target's traits, which were found when the call was checked.
     """
 
     drafter: GumihoModel
+    traits: TargetTraits
 
 
 def generate_where_possible(
@@ -162,10 +164,12 @@ def generate_where_possible(
     if "assistant_model" in given or is_other:
         return plain(*args, **kwargs)
     drafter = find_drafter()
-    if reason := unsupported_reason(check_request, target, drafter, *prepared_request(target, given)):
-        warn_of_plain_decoding(target, reason)
+    try:
+        traits = check_request(target, drafter, *prepared_request(target, given))
+    except Unsupported as reason:
+        warn_of_plain_decoding(target, str(reason))
         return plain(*args, **kwargs)
-    return plain(*args, **kwargs, assistant_model=AttachedDrafter(drafter))
+    return plain(*args, **kwargs, assistant_model=AttachedDrafter(drafter, traits))
 
 
 def warn_of_plain_decoding(target: PreTrainedModel, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ from .observers import observers_of_call
 from .sequences import max_length_of
 from .verification.cycle_shapes import with_eager_decoder
 from .verification.requirements import check_inputs, check_request, unsupported_reason
-from .verification.traits import TargetTraits, Unsupported
+from .verification.traits import Unsupported
 
 
 logger = logging.get_logger(__name__)
@@ -36,9 +35,6 @@ logger = logging.get_logger(__name__)
 _OF_OTHER_ASSISTANTS = (
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
 )  # fmt: skip
-
-# The config of the call that this thread checked last, and the target's traits, which the decoding step takes over.
-_checked = threading.local()
 
 
 def _drafter_in(assistant: Any) -> GumihoModel | None:
@@ -64,11 +60,13 @@ def _validate_generation_mode(
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
             traits = check_request(target, drafter, generation_config, generation_mode_kwargs)
-            _checked.call = generation_config, traits
+            # They travel with the call.
+            generation_mode_kwargs["traits"] = traits
         _warn_of_unused_settings(target, drafter, generation_config)
         # `plain` checks the rest as for a call without an assistant.
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
-        generation_mode_kwargs = {name: v for name, v in generation_mode_kwargs.items() if name != "assistant_model"}
+        ours = ("assistant_model", "traits")
+        generation_mode_kwargs = {name: value for name, value in generation_mode_kwargs.items() if name not in ours}
     plain(generation_mode, generation_config, generation_mode_kwargs)
 
 
@@ -105,9 +103,8 @@ def _assisted_decoding(
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
     verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     config = kwargs["generation_config"]
-    checked, traits = vars(_checked).pop("call", (None, None))
-    if checked is not config:  # one of an attached drafter was checked before the target's own `generate`
-        traits = TargetTraits.of(verifier)
+    # An attached drafter was checked before the target's own `generate`.
+    traits = assistant.traits if isinstance(assistant, AttachedDrafter) else kwargs.pop("traits")
     prompt_length = input_ids.shape[1]
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
     reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)

@@ -220,7 +220,7 @@ def _drafting_settings(
     """Returns the settings of this call, and warns if the target takes no trees."""
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, temperature, num_rows, input_device(target).type
+        drafter.generation_config, drafter.config, temperature, num_rows, input_device(target).type, traits.has_states
     ).with_prompt_lookup(generation_config)
     if not traits.is_chain:
         return settings

@@ -41,6 +41,8 @@ DRAFT_TEMPERATURE = 2 / 3
 # On a CPU, each node of each row adds to the time of a pass.
 _CPU_NODES, _CPU_BRANCHING = {"1": 12, "4": 4, "8": 2}, 4
 _ACCELERATOR_NODES, _ACCELERATOR_BRANCHING = 63, 14
+# On an accelerator for targets with recurrent layers, where more nodes gain less than they cost.
+_STATE_NODES = 16
 # Of drafters without parallel heads, as EAGLE's. Each level costs a pass, and each of its nodes a slot in a cache.
 _SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
 _WHERE = "Set it in the drafter's `generation_config`."
@@ -101,10 +103,10 @@ class DraftingSettings:
     exceed it, the smallest one does. Rows are counted after `num_return_sequences`.
 
     Attributes:
-        num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, and
-            `{"1": 12, "4": 4, "8": 2}` on a CPU.
+        num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, 16 there for targets
+            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
-            and 4 on a CPU. Without parallel heads, at most 10.
+            and 4 on a CPU and for targets with recurrent layers. Without parallel heads, at most 10.
         tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
             parallel heads 5 by default. Of a block drafter at most its block, which it cuts. It never exceeds
             `num_assistant_tokens`.
@@ -143,6 +145,7 @@ class DraftingSettings:
         sampling_temperature: float | None,
         num_rows: int = 1,
         device_type: str = "cpu",
+        has_states: bool = False,
     ) -> "DraftingSettings":
         """
         Reads and checks the settings for a batch.
@@ -153,6 +156,7 @@ class DraftingSettings:
             sampling_temperature: Temperature of the target, `None` if greedy.
             num_rows: Rows of the batch.
             device_type: Type of the target's device.
+            has_states: Whether the target's layers keep states.
 
         Raises:
             ValueError: A setting is out of range.
@@ -163,13 +167,15 @@ class DraftingSettings:
             return default if value is None else value
 
         on_cpu = device_type == "cpu"
-        depth, branching = config.max_draft_depth, _CPU_BRANCHING if on_cpu else _ACCELERATOR_BRANCHING
+        is_small = on_cpu or has_states
+        depth, branching = config.max_draft_depth, _CPU_BRANCHING if is_small else _ACCELERATOR_BRANCHING
         if config.drafts_serially:
             depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
-        nodes = read("num_assistant_tokens", _CPU_NODES if on_cpu else _ACCELERATOR_NODES)
+        default = _STATE_NODES if has_states else _ACCELERATOR_NODES
+        nodes = read("num_assistant_tokens", _CPU_NODES if on_cpu else default)
         temperature = read("draft_temperature", DRAFT_TEMPERATURE)
         settings = cls(
             num_assistant_tokens=_for_rows("num_assistant_tokens", nodes, num_rows),

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ha
 
 from ..commands import UserFloatingPointError, UserValueError
 from ..generation.verification.target_states import TargetStates
-from ..internals import drive_one_device, gradients_of_pass
+from ..internals import drive_one_device, gradients_of_pass, note_best_metric
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .batches import SeededLengthGroups, ShareOfBatches, StepBatches, make_loader
@@ -458,7 +458,7 @@ class GumihoTrainer(Trainer):
         """As `Trainer._evaluate`. With `eval_on_start`, the drafter to begin with may be the best one, too."""
         metrics = super()._evaluate(trial, *args, **kwargs)
         if self.state.global_step == 0 and self.args.load_best_model_at_end:
-            self._determine_best_metric(metrics, trial)
+            note_best_metric(self, metrics, trial)
             self._save_checkpoint(self.model, trial)
         return metrics
 

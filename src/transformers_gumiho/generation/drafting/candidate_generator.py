@@ -144,7 +144,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
         break_even = settings.break_even
         if break_even is None:
-            break_even = estimate_break_even(target, assistant_model, settings, num_rows)
+            num_computed = session.tokens_computed(settings.num_assistant_tokens)
+            break_even = estimate_break_even(target, assistant_model, settings, num_rows, num_computed)
         return cls(
             assistant_model,
             lm_head=head,
@@ -156,7 +157,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
-            first_cycles=FirstCycles.of(target, assistant_model),
+            first_cycles=FirstCycles.of(target, assistant_model) if assistant_model.config.converted_from else None,
             longest_run=session.longest_run,
         )
 
@@ -297,17 +298,23 @@ def _context_drafts(
 
 
 def estimate_break_even(
-    target: PreTrainedModel, drafter: GumihoModel, settings: DraftingSettings, num_rows: int
+    target: PreTrainedModel,
+    drafter: GumihoModel,
+    settings: DraftingSettings,
+    num_rows: int,
+    num_computed: float | None = None,
 ) -> float:
     """
     Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
     passes of the drafter in a cycle, `T` those of the target's layers and output head. Of experts those count that one
-    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `gumiho tune`
+    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `num_computed`
+    are these nodes with what else the pass computes in each row: tokens that run again, and padding. `gumiho tune`
     measures the value.
     """
     estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
     if input_device(target).type == "cpu":
-        estimate += num_rows * settings.num_assistant_tokens / NODES_PER_STEP_ON_CPU
+        num_nodes = settings.num_assistant_tokens if num_computed is None else num_computed
+        estimate += num_rows * num_nodes / NODES_PER_STEP_ON_CPU
     return estimate
 
 

@@ -14,6 +14,7 @@ from ...commands import UserValueError
 from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
+from .mixers import chunk_length
 from .rollback import (
     StateSnapshot,
     TensorListCache,
@@ -41,6 +42,7 @@ class ChainCache:
 
     Keys and values are cropped to the accepted tokens. Where a layer holds a state, a rejection restores what the
     cache held before the pass. The accepted tokens are then pending: the next pass runs them again before its nodes.
+    `is_cropped` says whether no layer holds one.
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
@@ -50,7 +52,7 @@ class ChainCache:
         has_own_states = any(True for _ in tensors_in(vars(cache)))  # MiniMax keeps its beside the layers
         if has_own_states:
             mark_unused_layers(cache)
-        self._is_croppable = not has_own_states and all(map(is_croppable, layers_of(cache)))
+        self.is_cropped = not has_own_states and all(map(is_croppable, layers_of(cache)))
         self._snapshots: list[StateSnapshot] = []
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
@@ -59,7 +61,7 @@ class ChainCache:
         self._has_run = False  # whether the newest pass has run in all layers
         # Sliding layers that keep their past until they are cropped after a pass. Others do so for the caller.
         self._recording: list[DynamicSlidingWindowLayer] = []
-        for layer in layers_of(cache) if self._is_croppable else []:
+        for layer in layers_of(cache) if self.is_cropped else []:
             if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
                 layer.record_past = True
                 self._recording.append(layer)
@@ -86,7 +88,7 @@ class ChainCache:
     def begin_pass(self, nodes: torch.Tensor) -> torch.Tensor:
         """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
-        if not self._is_croppable and not self._snapshots:
+        if not self.is_cropped and not self._snapshots:
             self._snapshots = [StateSnapshot(owner) for owner in (*layers_of(self._cache), self._cache)]
         self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
@@ -127,7 +129,7 @@ class ChainCache:
         if self._tokens is None:
             return
         tokens, self._tokens = self._tokens, None
-        if self._is_croppable:
+        if self.is_cropped:
             for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
@@ -147,6 +149,12 @@ class ChainSession(TargetSession):
     pad_token_id: int = 0
     _max_drafts: int = field(default=0, init=False)
     _padded: Sequence[bool] = field(default=(), init=False)
+
+    def tokens_computed(self, num_drafts: int) -> float:
+        # 1. Pending tokens run with the drafts, on average half of the most that wait.
+        num_run = num_drafts if self.cache.is_cropped else num_drafts * (1 + PENDING_PER_DRAFT / 2)
+        # 2. What transformers computes without kernels is padded to chunks.
+        return max(num_run, chunk_length(self.model.get_decoder()))
 
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """Runs all nodes of a chain, root included, after the accepted tokens that the cache does not hold yet."""

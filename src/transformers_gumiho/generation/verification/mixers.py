@@ -6,7 +6,9 @@ pass. For these the algebra of `tree/recurrence.py` runs instead, also where a k
 """
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -17,11 +19,9 @@ from transformers.activations import ACT2FN
 from ...internals import (
     CONVOLUTION,
     DELTA_RULES,
+    READS_OF_STATES,
     SCAN,
-    is_of_transformers,
     modules_of,
-    names_in_code,
-    reads_states,
 )
 from ..tree.recurrence import NodeTerms, convolve, run_delta_rule, run_scan, widened
 from .tree_states import NodeInputs, RootState
@@ -29,6 +29,8 @@ from .tree_states import NodeInputs, RootState
 
 # Attribute of a function that was replaced here, with the original one.
 _REPLACED = "_replaced_for_trees"
+# Tokens of a chunk of the delta rules, whose functions have it as a default.
+_DELTA_CHUNK = 64
 
 
 def holds_tree(decoder: nn.Module) -> bool:
@@ -36,8 +38,41 @@ def holds_tree(decoder: nn.Module) -> bool:
     Whether the states of a decoder's layers hold a draft tree: all layers that keep states compute them by functions
     whose algebra is known. Replaces these functions.
     """
-    mixers = [kind for kind in set(map(type, modules_of(decoder))) if reads_states(kind)]
+    kinds = set(map(type, modules_of(decoder)))
+    mixers = [kind for kind in kinds if not READS_OF_STATES.isdisjoint(names_in_code(kind))]
     return bool(mixers) and all(map(_is_prepared, mixers))
+
+
+def chunk_length(decoder: nn.Module) -> int:
+    """Returns to how many tokens a decoder's layers pad a pass over two or more, where no kernel is installed."""
+    lengths = [0]
+    for module in modules_of(decoder):
+        kind: type = type(module)
+        names = names_in_code(kind)
+        lengths.append(_DELTA_CHUNK if not names.keys().isdisjoint(DELTA_RULES) else 0)
+        lengths.append(getattr(module, "chunk_size", 0) if SCAN in names else 0)
+    return max(lengths)
+
+
+@functools.cache
+def names_in_code(kind: type) -> dict[str, dict[str, Any]]:
+    """Returns the names of functions and attributes in the code of a class, each with the globals of that code."""
+    functions = [
+        value for base in reversed(kind.__mro__) for value in vars(base).values() if inspect.isfunction(value)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for plain in map(inspect.unwrap, functions):
+        codes = [plain.__code__]
+        for code in codes:  # grows while it is read, by functions within functions
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            found |= dict.fromkeys(code.co_names, plain.__globals__)
+    return found
+
+
+def _is_of_transformers(function: Any) -> bool:
+    # Of the code: `functools.wraps` copies the name of a module, and not its globals.
+    name = str(getattr(function, "__globals__", {}).get("__name__", ""))
+    return name.partition(".")[0] == "transformers"
 
 
 def _is_prepared(kind: type) -> bool:
@@ -54,7 +89,7 @@ def _is_replaced(file: dict[str, Any], name: str) -> bool:
     plain = file.get(name)
     if plain is None or hasattr(plain, _REPLACED):
         return plain is not None
-    if not is_of_transformers(plain):
+    if not _is_of_transformers(plain):
         return False
     place, stand_in = _STAND_INS[name]
 

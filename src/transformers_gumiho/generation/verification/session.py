@@ -19,7 +19,7 @@ from .cycle_shapes import CycleShapes
 from .experts import experts_of_decoding
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
-from .traits import TargetTraits
+from .traits import STATE_KINDS, TargetTraits
 from .tree_cache import TreeCache
 
 
@@ -200,6 +200,10 @@ class TargetSession:
         """Most drafts of a path that is verified alone; `None` for any number."""
         return None if self.cache.states is None else NODES_PER_PASS - 1
 
+    def tokens_computed(self, num_drafts: int) -> float:
+        """Returns for how many tokens a pass over `num_drafts` takes time, on average."""
+        return num_drafts
+
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """
         Runs all nodes of `tree`, root included, each seeing the committed context and its own ancestors. `has_ended`
@@ -216,7 +220,7 @@ class TargetSession:
         self.cache.begin_pass(tree)
         mask: Any = next(iter(masks.values()), None)
         if len(masks) > 1:
-            mask = dict.fromkeys(self.traits.state_kinds) | masks
+            mask = dict.fromkeys(STATE_KINDS) | masks  # of layers with states alone nothing is padding
         position_ids = self._positions(self.cache.starts(self.device) - self.prompt.length + tree.depths)
         with self._tree_attention():
             outputs, captured = self._run_target(tree.tokens, self.cache, mask, num_nodes, position_ids=position_ids)

@@ -5,22 +5,23 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 
 from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
+    COUNT_OF_SLOTS,
     cache_argument,
-    counts_slots,
     forward_parameters,
-    hands_on_positions,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
 )
 from .attention_kind import AttentionKind, attention_kind
-from .mixers import holds_tree
+from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
 from .target_states import find_decoder
 from .tree_cache import has_all_entries
@@ -33,7 +34,7 @@ class Unsupported(UserValueError):
 # Kinds of attention whose mask can hold a tree.
 TREE_ATTENTION = {"full_attention", "sliding_attention"}
 # Kinds of layers with states, and those with both, whose attention sees all.
-_STATES = {"linear_attention", "conv"}
+STATE_KINDS = {"linear_attention", "conv"}
 _HYBRID = "hybrid"
 # Kinds of layers with neither.
 _STATELESS = {"moe", "mlp"}
@@ -58,7 +59,7 @@ class TargetTraits:
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
         foreign: The [`foreign_code`] in its passes, with which it verifies chains, as far as a trial says.
-        state_kinds: Kinds of layers that keep states alone, and take no mask.
+        has_states: Whether layers keep states.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
             `None` if it can.
     """
@@ -71,7 +72,7 @@ class TargetTraits:
     cache_class: type | None
     unused_outputs: dict[str, bool]
     foreign: frozenset[ForeignFunction]
-    state_kinds: tuple[str, ...]
+    has_states: bool
     tree_obstacle: str | None
 
     @classmethod
@@ -81,7 +82,7 @@ class TargetTraits:
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         kinds = {"full_attention" if kind == _HYBRID else kind for kind in kinds} - _STATELESS
-        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - _STATES)}
+        windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - STATE_KINDS)}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
         parameters, cache_name = forward_parameters(target), cache_argument(target)
         foreign = foreign_code(target, attention.registered)
@@ -99,7 +100,7 @@ class TargetTraits:
             cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
             foreign=foreign,
-            state_kinds=tuple(sorted(kinds & _STATES)),
+            has_states=is_stateful(target) or not kinds.isdisjoint(STATE_KINDS),
             tree_obstacle=next(filter(None, obstacles), None),
         )
 
@@ -133,22 +134,22 @@ class TargetTraits:
 
 
 def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
-    has_states = is_stateful(target) or not kinds.isdisjoint(_STATES)
-    unsupported = sorted(kinds - TREE_ATTENTION - _STATES)
+    has_states = is_stateful(target) or not kinds.isdisjoint(STATE_KINDS)
+    unsupported = sorted(kinds - TREE_ATTENTION - STATE_KINDS)
     if unsupported or (has_states and not holds_tree(target.get_decoder())):
         what = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
         return f"has {what}, whose state cannot hold the branches of a draft tree"
     if not keeps_dynamic_cache(target):
         return "keeps a cache of its own class, whose entries cannot be taken over"
-    if kinds <= _STATES:
+    if kinds <= STATE_KINDS:
         return None
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
-    if not takes_positions or getattr(config, "alibi", False) or not hands_on_positions(target):
+    if not takes_positions or getattr(config, "alibi", False) or not _hands_on_positions(target):
         return (
             "counts the positions of its tokens itself (its `forward` gets no `position_ids`, or it uses ALiBi), so "
             "the branches of a draft tree cannot share positions"
         )
-    if any(map(counts_slots, set(map(type, modules_of(target.get_decoder()))))):
+    if any(COUNT_OF_SLOTS in names_in_code(kind) for kind in set(map(type, modules_of(target.get_decoder())))):
         return "reads positions off the slots of its cache"
     if config.model_type == "git" and CACHE_NAME != "cache":
         return "takes no mask of a draft tree before transformers 5.24"
@@ -197,3 +198,17 @@ def _holds_states(kind: Any) -> bool:
     # An annotation that is a string or missing says nothing.
     says_nothing = not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty)
     return not says_nothing and not issubclass(kind, (Cache, type(None)))
+
+
+def _hands_on_positions(target: PreTrainedModel) -> bool:
+    """Whether the `position_ids` of a pass reach the target's `forward`. Some classes drop them (EXAONE 4.5)."""
+    prepare: Any = type(target).prepare_inputs_for_generation
+    if prepare is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
+    kwargs = {cache_argument(target): DynamicCache(), "attention_mask": torch.ones_like(tokens), "use_cache": True}
+    try:
+        positions = prepare(target, tokens, position_ids=tokens, **kwargs).get("position_ids")
+    except Exception:  # it needs arguments that only a call has; a trial judges it
+        return True
+    return positions is not None and positions.shape[-1] == tokens.shape[-1]

@@ -20,6 +20,7 @@ from .recipes import RECIPES
 
 # An accelerator writes and reads texts of this length in the time in which a CPU does those.
 _MAX_NEW_TOKENS, _MAX_LENGTH = (2048, 4096) if torch.accelerator.is_available() else (512, 2048)
+_TOKENS_PER_PASS = 16_384 if torch.accelerator.is_available() else 2048
 _REPORTS = {"mlflow", "tensorboard", "trackio", "wandb"}  # whose libraries are missed here, not after the writing
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
@@ -91,6 +92,7 @@ class DataArguments(WritingArguments):
     """The options of `gumiho data`."""
 
     output_file: str = option("The new dataset, as JSONL.", REQUIRED)
+    tokens_per_pass: int = option("Tokens of prompts that the target reads at a time.", _TOKENS_PER_PASS, at_least=1)
     seed: int = option("Seed for sampling.", 0)
 
 

@@ -30,7 +30,7 @@ def run_data_command(words: Sequence[str]) -> None:
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
     check_idle("data", args, words)
     args.check()
-    write_answers(args, load_tokenizer(args), args.output_file, args.seed)
+    write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
 
 
 def run_train_command(words: Sequence[str], measures: Measures) -> None:

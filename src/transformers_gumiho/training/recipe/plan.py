@@ -1,4 +1,4 @@
-"""What a run will take: disk and memory, computed before it starts, and what a run of like size reached."""
+"""What a run will take: disk and memory, computed before it starts."""
 
 import os
 import shutil
@@ -25,8 +25,6 @@ _TEXT_BYTES = 6  # of a token in the file of answers
 _CHECKPOINTS, _MOMENTS, _GRADIENT = 2, 8, 4  # of a phase; bytes of a trained parameter
 # Float32 tensors as wide as the states that a step keeps for each token, and of the logits' size for each row of them.
 _KEPT_STATES, _KEPT_LOGITS = 48, 4
-# Measured runs: the target and its parameters, tokens trained on, tau without drafts from the context, the report.
-RUNS = [("SmolLM2-135M-Instruct", 135e6, 13.8e6, 2.46, "benchmarks/reports/2026-11-smollm2.md")]
 
 
 class Needs(NamedTuple):
@@ -117,14 +115,6 @@ def check_fits(needs: dict[str, Needs], folder: Path, device: torch.device, is_s
                 f"The stage {stage!r} needs about {_size(need.memory)} of memory, and the device has {_size(has)}. "
                 f"What helps: {need.way_out}. `--ignore_plan` starts all the same."
             )
-
-
-def tau_to_expect(target_config: PreTrainedConfig) -> str | None:
-    """Returns what a run for a target of like size reached: within a factor of two. `None` where there is none."""
-    for target, parameters, tokens, tau, source in RUNS:
-        if 0.5 < num_parameters(target_config) / parameters < 2:
-            return f"tau to expect: about {tau}, as {target} after {tokens / 1e6:.1f} million tokens ({source})"
-    return None
 
 
 def caching_pays(args: RecipeArguments, phases: Sequence[GumihoTrainingArguments], disk: float, folder: Path) -> str:

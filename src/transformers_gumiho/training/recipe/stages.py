@@ -44,7 +44,7 @@ from ..feature_cache import (
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
-from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate, tau_to_expect
+from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate
 from .recipes import RECIPES
 from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .training import (
@@ -222,8 +222,6 @@ class Run:
             needs = estimate(args, phases, *measures)
         say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
         say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
-        if (expected := tau_to_expect(self.target_config)) is not None:
-            say(expected)
         if not args.ignore_plan:
             check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
 
