@@ -9,11 +9,10 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ...internals import attention_implementation, is_pipeline_stage
+from ...internals import attention_implementation, compiled_module, is_pipeline_stage
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
-from .cycle_shapes import with_eager_decoder
 from .ownership import own_step_of_decoding
 from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
@@ -142,6 +141,12 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"{name} decodes with a `{step}` of its own, which drafting would leave out. Override other methods "
             f"(`forward`, `prepare_inputs_for_generation`), or {_WITHOUT_DRAFTER}"
         )
+    if (module := compiled_module(target)) is not None:
+        raise Unsupported(
+            f"{name} was compiled (its `{type(module).__name__}`), and compiled code does not run the hooks that read "
+            f"its states for a Gumiho assistant. Load the target anew and pass `cache_implementation='static'`, which "
+            f"compiles each stage of a drafted call, or {_WITHOUT_DRAFTER}"
+        )
     # For the time of a call, PEFT replaces this method of the target by that of the model around it.
     around = getattr(target.prepare_inputs_for_generation, "__self__", None)
     adapter = getattr(around, "active_peft_config", None)
@@ -156,7 +161,7 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
             f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
         )
-    traits = TargetTraits.of(with_eager_decoder(target, None))  # a trial must not compile anything
+    traits = TargetTraits.of(target)
     attention = traits.attention
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
     if attention.refusal and (attention.registered or not traits.is_chain):
