@@ -22,7 +22,7 @@ from transformers_gumiho.generation.observers import GenerationObserver, observi
 from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
-from transformers_gumiho.generation.verification.trial import _verdicts
+from transformers_gumiho.generation.verification.target_memory import memory_of
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 
@@ -161,7 +161,7 @@ def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
     # The noise of a batch's coming draws is not known there.
     prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
     expected = generate(target, drafter, prompts, "cpu", **kwargs)
-    _verdicts.clear()  # a target that verifies chains is tried on this device, too
+    memory_of(target).verdicts.clear()  # a target that verifies chains is tried on this device, too
     with pretending():
         target.to("mps")
         drafter.to("mps")
