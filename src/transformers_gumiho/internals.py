@@ -235,28 +235,6 @@ def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
     return [(part.data_ptr(), version_of(part)) for part in parts]
 
 
-def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of a target's `forward` by name; with `**kwargs`, also those of one that it overrides."""
-    found: dict[str, inspect.Parameter] = {}
-    overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
-    for forward in (target.forward, *overridden):
-        parameters = inspect.signature(forward).parameters
-        found = {**parameters, **found}
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return found
-
-
-def cache_argument(target: PreTrainedModel) -> str:
-    """Returns the name of the cache in the target's arguments and outputs, which depended on its class before 5.24."""
-    names = forward_parameters(target)
-    if CACHE_NAME == "cache":
-        return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
-    if "mamba" in type(target).__name__.lower():
-        return "cache_params"
-    return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
-
-
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns the attention implementation of layers with this config."""
     return config._attn_implementation

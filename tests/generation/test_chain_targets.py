@@ -34,8 +34,8 @@ from transformers.utils import logging
 
 from transformers_gumiho.generation.verification import precision, trial
 from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT, ChainSession
-from transformers_gumiho.generation.verification.traits import TargetTraits
-from transformers_gumiho.internals import CACHE_NAME, cache_argument
+from transformers_gumiho.generation.verification.traits import TargetTraits, cache_argument
+from transformers_gumiho.internals import CACHE_NAME
 
 
 BATCH = [4, 17, 9]

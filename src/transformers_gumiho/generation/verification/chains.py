@@ -15,9 +15,8 @@ from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
 from .mixers import chunk_length
-from .rollback import StateSnapshot, crop_to, is_croppable, layers_of, num_entries
+from .rollback import StateSnapshot, crop_to, is_croppable, layers_of, num_entries, owned
 from .session import TargetOutput, TargetSession, text_positions
-from .tree_cache import owned
 
 
 # Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this

@@ -18,8 +18,7 @@ from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported
-from .tree_cache import is_convertible
+from .traits import TargetTraits, Unsupported, is_convertible
 from .trial import check_multi_token_decode
 
 

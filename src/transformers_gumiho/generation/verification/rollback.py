@@ -4,16 +4,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
-from .tree_cache import CONVERTIBLE_LAYERS, STATE_LAYERS
 
-
+# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
+# where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
+# Layers that hold states, beside keys and values or alone.
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 # Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
 # imported.
 COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
@@ -96,6 +111,12 @@ def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
         layer.cumulative_length -= num_removed
     else:
         layer.crop(-num_removed)
+
+
+def owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

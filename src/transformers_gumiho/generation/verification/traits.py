@@ -13,8 +13,6 @@ from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
     COUNT_OF_SLOTS,
-    cache_argument,
-    forward_parameters,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
@@ -22,7 +20,7 @@ from ...internals import (
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
-from .tree_cache import has_all_entries
+from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS
 
 
 class Unsupported(UserValueError):
@@ -81,7 +79,7 @@ class TargetTraits:
         kinds = {"full_attention" if kind == _HYBRID else kind for kind in kinds} - _STATELESS
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - STATE_KINDS)}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
-        parameters, cache_name = forward_parameters(target), cache_argument(target)
+        parameters, cache_name = _forward_parameters(target), cache_argument(target)
         foreign = foreign_code(target, attention.registered)
         obstacles = (
             _tree_obstacle(target, config, kinds),
@@ -117,7 +115,7 @@ class TargetTraits:
 
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
-        if not has_all_entries(cache):
+        if not _has_all_entries(cache):
             keys = (getattr(layer, "keys", None) for layer in cache.layers)
             held = [own.shape[2] for own in keys if own is not None]
             raise Unsupported(
@@ -125,6 +123,47 @@ class TargetTraits:
                 f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
                 f"generate without `assistant_model`."
             )
+
+
+def _forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a target's `forward` by name; with `**kwargs`, also those of one that it overrides."""
+    found: dict[str, inspect.Parameter] = {}
+    overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
+    for forward in (target.forward, *overridden):
+        parameters = inspect.signature(forward).parameters
+        found = {**parameters, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def cache_argument(target: PreTrainedModel) -> str:
+    """Returns the name of the cache in the target's arguments and outputs, which depended on its class before 5.24."""
+    names = _forward_parameters(target)
+    if CACHE_NAME == "cache":
+        return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
+    if "mamba" in type(target).__name__.lower():
+        return "cache_params"
+    return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether a tree's cache can take over the entries of `cache`."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS for layer in cache.layers)
+    )
+
+
+def _has_all_entries(cache: DynamicCache) -> bool:
+    """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
+    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    length = cache.get_seq_length() if filled else 0  # states alone count no tokens
+    return all(
+        min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
+        for layer in filled
+    )
 
 
 def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
