@@ -15,7 +15,7 @@ from ..internals import CACHE_NAME, given_in_call, in_eval_mode
 from ..model.decoding_settings import SETTINGS_OF_CALLS, DraftingSettings, overridden
 from ..model.modeling_gumiho import GumihoModel
 from .drafting.blocks import BlockCandidateGenerator
-from .drafting.candidate_generator import GumihoCandidateGenerator
+from .drafting.candidate_generator import DraftSource, GumihoCandidateGenerator
 from .drafting.drafter import GenerationView
 from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
@@ -76,7 +76,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     accepted_lengths: list[list[int]] | None = None
-    draft_origins: list[str] | None = None
+    draft_origins: list[DraftSource] | None = None
     tree_sizes: list[int] | None = None
 
 
