@@ -171,6 +171,13 @@ def default_settings() -> dict[str, Any]:
     return settings
 
 
+def given_in_call(target: PreTrainedModel, generation_config: GenerationConfig, name: str) -> Any:
+    """Returns a setting that a call itself gives; `None` for the target's own, and for a default, also if given."""
+    value = getattr(generation_config, name, None)
+    inherited = getattr(target.generation_config, name, None)
+    return None if value in (inherited, default_settings().get(name)) else value
+
+
 def run_prompt(
     target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Any:

@@ -17,8 +17,9 @@ from ..internals import (
     default_settings,
     extend_generation_step,
     generation_step,
+    given_in_call,
 )
-from ..model.decoding_settings import DECODING_SETTINGS
+from ..model.decoding_settings import DECODING_SETTINGS, SETTINGS_OF_CALLS
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
@@ -76,11 +77,10 @@ def _warn_of_unused_settings(
     """Warns of settings of assistants where they have no effect: the drafter's in a call, and others anywhere."""
     defaults, settings = default_settings(), drafter.generation_config
     for name in (*_OF_OTHER_ASSISTANTS, *DECODING_SETTINGS):
-        value, inherited = getattr(generation_config, name, None), getattr(target.generation_config, name, None)
-        is_others = name in _OF_OTHER_ASSISTANTS
+        value, is_others = given_in_call(target, generation_config, name), name in _OF_OTHER_ASSISTANTS
         if is_others and getattr(settings, name, None) not in (None, defaults.get(name)):
-            value, inherited = getattr(settings, name), None
-        if value in (None, inherited, defaults.get(name)):
+            value = getattr(settings, name)
+        if value is None or name in SETTINGS_OF_CALLS:
             continue
         advice = "a Gumiho drafter has no such setting. Leave it out."
         if not is_others:
