@@ -354,8 +354,6 @@ class Run:
         """Finds the fastest settings for this machine, or adds a comparison with plain decoding to the card."""
         args = self.args
         missing = "--target" if args.target is None else "--data" if args.features is not None else None
-        if args.lora_rank:
-            missing = "a drafter that is no adapter"
         num_prompts = 0 if missing else self._write_prompts()
         if stage == "tune" and num_prompts == 1:
             missing = "two prompts: one chooses the settings, the other times them"
