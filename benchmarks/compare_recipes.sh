@@ -31,7 +31,7 @@ for seed in ${SEEDS:-0 1}; do
         gumiho train --recipe published --target "$target" --features "$features" --stages train --num_eval_rows 64 \
             --calibrate false --seed "$seed" --output_dir "$folder" ${options[$recipe]} "$@"
         gumiho benchmark --target "$target" --assistant "$folder" --prompts "$prompts" --modes "chain of 7" \
-            "tree of 12" "tree of 63" --tree_sizes 12 63 --temperatures 0 1 --resume --output_dir "$folder/benchmark"
+            "tree of 12" "tree of 63" --temperatures 0 1 --output_dir "$folder/benchmark"
     done
 done
 python "$(dirname "$0")/recipe_table.py" "$work"

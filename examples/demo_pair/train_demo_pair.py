@@ -221,24 +221,16 @@ def train_drafter(
             unroll_serial_head=args.unroll_serial_head,
             eval_strategy="steps",
             eval_steps=args.save_steps,
-            acceptance_max_new_tokens=96,
         ),
         # In the precision of the weights: twice as fast on a CPU.
         target=target.bfloat16(),
         train_dataset=corpus.TokenWindows(mix_rows(args, train, generated), length),
         eval_dataset=corpus.TokenWindows(held_out[: 128 * length], length),
-        acceptance_prompts=read_prompts(args, tokenizer)[:8],
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(trainer.args.output_dir))
     drafter.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def read_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
-    """Returns the held-out prompts as token ids."""
-    lines = (args.output_dir / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"][0] for line in lines]
 
 
 def write_prompts(args: DemoPairArguments, tokenizer: PreTrainedTokenizerFast, held_out: dict[str, str]) -> None:

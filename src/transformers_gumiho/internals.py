@@ -28,7 +28,6 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -65,8 +64,6 @@ _CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 
 # transformers' own function for `sdpa`.
 SDPA_ATTENTION: Callable[..., Any] = sdpa_attention_forward
-# transformers' own function for experts in `grouped_mm`.
-GROUPED_EXPERTS: Callable[..., Any] = grouped_mm_experts_forward
 # transformers' own attention functions that take no dense mask. They compute what its `sdpa` function computes.
 UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
 # Implementations that transformers itself registers such functions for, by the start of their names.
@@ -171,6 +168,13 @@ def default_settings() -> dict[str, Any]:
     return settings
 
 
+def given_in_call(target: PreTrainedModel, generation_config: GenerationConfig, name: str) -> Any:
+    """Returns a setting that a call itself gives; `None` for the target's own, and for a default, also if given."""
+    value = getattr(generation_config, name, None)
+    inherited = getattr(target.generation_config, name, None)
+    return None if value in (inherited, default_settings().get(name)) else value
+
+
 def run_prompt(
     target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Any:
@@ -236,28 +240,6 @@ def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
     # Of a parameter that is split over processes, this process's part has an address.
     parts = (getattr(parameter, "_local_tensor", parameter) for parameter in target.parameters())
     return [(part.data_ptr(), version_of(part)) for part in parts]
-
-
-def forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of a target's `forward` by name; with `**kwargs`, also those of one that it overrides."""
-    found: dict[str, inspect.Parameter] = {}
-    overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
-    for forward in (target.forward, *overridden):
-        parameters = inspect.signature(forward).parameters
-        found = {**parameters, **found}
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return found
-
-
-def cache_argument(target: PreTrainedModel) -> str:
-    """Returns the name of the cache in the target's arguments and outputs, which depended on its class before 5.24."""
-    names = forward_parameters(target)
-    if CACHE_NAME == "cache":
-        return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
-    if "mamba" in type(target).__name__.lower():
-        return "cache_params"
-    return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 
 def attention_implementation(config: PreTrainedConfig) -> str:
@@ -334,12 +316,6 @@ READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state",
 COUNT_OF_SLOTS = "get_query_offset"
 
 
-def experts_function(implementation: str) -> Callable[..., Any]:
-    """Returns the function that experts with this implementation run."""
-    function: Callable[..., Any] = ALL_EXPERTS_FUNCTIONS[implementation]
-    return function
-
-
 def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether transformers' `sdpa` function passes grouped keys and values to PyTorch without repeating them."""
     return bool(use_gqa_in_sdpa(mask, key, value))
@@ -400,36 +376,12 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calling the module runs a compiled graph, which ignores hooks that are registered later."""
-    own = vars(module).get("forward")
-    return module._compiled_call_impl is not None or (own is not None and hasattr(own, COMPILED_FROM))
-
-
-def uncompiled_copy(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
-    """
-    Returns a copy of a module that runs no compiled graph. It shares the weights, and has its own hooks. The module
-    does not change, because it may be running in another thread.
-
-    Args:
-        module: The module.
-        replaced: Submodules and their replacements in the copy.
-    """
-    copied = copy.copy(module)  # without its compiled graph
-    if (forward := vars(copied).pop("forward", None)) is not None and has_own_forward(module):
-        vars(copied)["forward"] = getattr(forward, COMPILED_FROM, forward)
-    copied._modules = module._modules | {
-        name: replaced[child] for name, child in module.named_children() if child in replaced
-    }
-    copied._forward_hooks = copied._forward_hooks.copy()
-    return copied
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether a `forward` was set on the module that is not the `forward` of its class, compiled or not."""
-    forward = vars(module).get("forward")
-    original = getattr(forward, COMPILED_FROM, forward)
-    return forward is not None and getattr(original, "__func__", original) is not type(module).forward
+def compiled_module(target: nn.Module) -> nn.Module | None:
+    """Returns a module of the target that runs a compiled graph, which ignores hooks that are registered later."""
+    for module in modules_of(target):
+        if module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), COMPILED_FROM):
+            return module
+    return None
 
 
 def has_placement_hook(module: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from chains import (
     draft_rate,
     make_chain_drafter,
     make_chain_target,
-    minimax_config,
     partly_right_drafts,
 )
 from pretend_device import pretending
@@ -26,7 +25,6 @@ from tiny_configs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
@@ -36,8 +34,8 @@ from transformers.utils import logging
 
 from transformers_gumiho.generation.verification import precision, trial
 from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT, ChainSession
-from transformers_gumiho.generation.verification.traits import TargetTraits
-from transformers_gumiho.internals import CACHE_NAME, cache_argument
+from transformers_gumiho.generation.verification.traits import TargetTraits, cache_argument
+from transformers_gumiho.internals import CACHE_NAME
 
 
 BATCH = [4, 17, 9]
@@ -82,41 +80,6 @@ def test_without_padding(family: str) -> None:
         both(target, BATCH)
 
 
-@pytest.mark.parametrize("first", ["linear_attention", "full_attention"])
-def test_cache_of_the_targets_own_class(first: str) -> None:
-    """A cache of MiniMax counts no tokens where a state comes first, as it does in the released model."""
-    target = AutoModelForCausalLM.from_config(minimax_config([first, "full_attention", "full_attention"])).eval()
-    for lengths in ([1], [20], [7, 7, 7]):
-        plain, drafted = check_text(target, lengths)
-        assert type(drafted[CACHE_NAME]) is type(plain[CACHE_NAME])
-        assert drafted[CACHE_NAME].get_seq_length() == plain.sequences.shape[1] - 1
-    if first == "linear_attention":  # plain decoding masks by slots that it does not count
-        with pytest.raises(ValueError, match=r"in a padded batch: multi-token passes differ"):
-            both(target, BATCH)
-    with pytest.raises(ValueError, match=rf"got DynamicCache .* Pass `{CACHE_NAME}=MiniMaxCache\(\.\.\.\)`, or none"):
-        target.generate(
-            **make_prompts([5]),
-            max_new_tokens=4,
-            **{CACHE_NAME: DynamicCache(config=target.config)},
-            assistant_model=make_chain_drafter(target),
-        )
-
-
-@pytest.mark.parametrize(("family", "batch"), [("rwkv", None), ("xlstm", [7, 7, 7]), ("xlstm", BATCH)])
-def test_states_that_lie_in_no_cache(family: str, batch: list[int] | None) -> None:
-    """RWKV takes and returns a list of tensors, and xLSTM what its first pass makes."""
-    target = make_chain_target(family)
-    for lengths, do_sample in (([1], False), ([9], True), *([(batch, False), (batch, True)] if batch else [])):
-        plain, drafted = check_text(target, lengths, do_sample)
-        assert type(drafted[CACHE_NAME]) is type(plain[CACHE_NAME])
-        torch.testing.assert_close(entries(drafted[CACHE_NAME]), entries(plain[CACHE_NAME]), rtol=1e-4, atol=1e-4)
-    if batch is None:  # a row's state is added to all rows, also in plain decoding
-        with pytest.raises(
-            ValueError, match=r"cannot verify drafts in a batch: multi-token passes differ .* \(shapes\)"
-        ):
-            both(target, [7, 7, 7])
-
-
 def entries(cache: Any) -> list[torch.Tensor]:
     """Returns all that a cache holds."""
 
@@ -129,17 +92,13 @@ def entries(cache: Any) -> list[torch.Tensor]:
             ]
         return []
 
-    if not hasattr(cache, "layers"):
-        found = tensors(cache if isinstance(cache, list) else vars(cache))
-        assert len(found) >= 5
-        return found
     return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
 
 
 @pytest.mark.parametrize(
     ("family", "lengths"),
     [
-        *itertools.product(["zaya", "bloom", "llama4", "minimax"], ([5], BATCH)),
+        *itertools.product(["zaya", "bloom", "llama4"], ([5], BATCH)),
         ("minimax_m3", [5]),
     ],
 )
@@ -163,7 +122,7 @@ def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int
         assert torch.equal(target.generate(**continued, max_new_tokens=20), expected)
 
 
-@pytest.mark.parametrize("family", ["minimax", "llama4"])
+@pytest.mark.parametrize("family", ["zaya", "llama4"])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_returned_fields(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)
@@ -176,14 +135,14 @@ def test_returned_fields(family: str, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
-    target = make_chain_target("minimax")
+    target = make_chain_target("zaya")
     for do_sample in (False, True):
         streamer = Recorder()
         settings: dict[str, Any] = {
             "do_sample": do_sample,
             "repetition_penalty": 1.2,
             "logits_processor": [lambda ids, scores: scores.scatter(1, ids[:, -2:-1], -torch.inf)],
-            "stopping_criteria": [lambda ids, scores: ids[:, -6:].sum(dim=1) > 80],
+            "stopping_criteria": [lambda ids, scores: ids.sum(dim=1) % 6 == 0],
         }
         plain, _ = both(target, lengths, **settings, **({"streamer": streamer} if len(lengths) == 1 else {}))
         assert plain.sequences.shape[1] < max(lengths) + 36, "the criterion ends it"
@@ -192,7 +151,7 @@ def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("wrong_every", [3, 6, 12])
-@pytest.mark.parametrize("family", ["minimax", "llama4"])
+@pytest.mark.parametrize("family", ["zaya", "llama4"])
 def test_passes_of_the_target(family: str, wrong_every: int) -> None:
     target = make_chain_target(family)
     drafter = make_chain_drafter(target)
@@ -221,7 +180,7 @@ def reading(target: PreTrainedModel) -> Iterator[list[int]]:
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_accepted_chains_are_kept_at_once(lengths: list[int]) -> None:
     """Where no draft is rejected, no token is read twice."""
-    target = make_chain_target("minimax")
+    target = make_chain_target("zaya")
     both(target, lengths, max_new_tokens=4)  # what is tried at the first call is not tried again
     settings = {**make_prompts(lengths), "max_new_tokens": 41}
     plain = target.generate(**settings)
@@ -232,7 +191,7 @@ def test_accepted_chains_are_kept_at_once(lengths: list[int]) -> None:
 
 
 def test_rejected_drafts_do_not_pile_up() -> None:
-    target = make_chain_target("minimax")
+    target = make_chain_target("zaya")
     drafter = make_chain_drafter(target)
     most = PENDING_PER_DRAFT * drafter.config.max_draft_depth
     settings = {**make_prompts([5]), "max_new_tokens": 2 * most}
@@ -245,7 +204,7 @@ def test_rejected_drafts_do_not_pile_up() -> None:
 
 @pytest.mark.parametrize(
     ("family", "catches_up"),
-    [("zaya", False), ("llama4", False), ("minimax", False), ("minimax", True), ("minimax_m3", False)],
+    [("zaya", False), ("llama4", False), ("zaya", True), ("minimax_m3", False)],
 )
 def test_an_interrupted_generation_leaves_a_cache_to_go_on_from(
     family: str, catches_up: bool, monkeypatch: pytest.MonkeyPatch
@@ -304,10 +263,9 @@ def test_what_is_measured_to_differ_is_refused(family: str, dtype: torch.dtype) 
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=make_chain_drafter(target))
 
 
-@pytest.mark.parametrize("family", ["zaya", "minimax"])
-def test_low_precision_is_tried_in_float32(family: str) -> None:
+def test_low_precision_is_tried_in_float32() -> None:
     """16 bits hide neither what is right nor, above, what is wrong."""
-    target = make_chain_target(family).bfloat16()
+    target = make_chain_target("zaya").bfloat16()
     assert trial.measure_continuation(target, TargetTraits.of(target)) > 1e-3
     target.generate(**make_prompts([5]), max_new_tokens=9, assistant_model=make_chain_drafter(target))
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,17 @@ from block import make_block_model
 from chains import make_chain_drafter, make_chain_target
 from pretend_device import PretendMachine, pretending
 from targets import make_drafter, make_pair, make_prompts, make_target
-from torch import nn
 from trained_pair import load_drafter, load_language_model, load_tokenizer
 from trainers import losses_of, make_args, make_rows
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.integrations.moe import ExpertsInterface
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
 from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.verification import experts
 from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
-from transformers_gumiho.generation.verification.trial import _verdicts
-from transformers_gumiho.internals import experts_function
+from transformers_gumiho.generation.verification.target_memory import memory_of
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 
@@ -166,7 +161,7 @@ def test_devices_without_float64(family: str, kwargs: dict[str, Any]) -> None:
     # The noise of a batch's coming draws is not known there.
     prompts = make_prompts([9] if kwargs["do_sample"] else [9, 4])
     expected = generate(target, drafter, prompts, "cpu", **kwargs)
-    _verdicts.clear()  # a target that verifies chains is tried on this device, too
+    memory_of(target).verdicts.clear()  # a target that verifies chains is tried on this device, too
     with pretending():
         target.to("mps")
         drafter.to("mps")
@@ -280,72 +275,3 @@ def test_waits_of_ragged_rows_whose_tokens_are_drawn_one_by_one(
     monkeypatch.setattr(token_choice, "_AT_ONCE_DEVICES", ())
     _, num_tokens, num_waits = waits_of_cycles(3, SAMPLED)
     assert 0 < num_waits <= num_tokens
-
-
-@pytest.fixture
-def experts_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """For each run of experts, their implementation and the number of tokens."""
-    runs: list[tuple[str, int]] = []
-    batched = experts_function("batched_mm")
-
-    def noting(name: str) -> Any:
-        # The grouped one asks a real GPU's kernels.
-        run = experts_function(name) if torch.cuda.is_available() else batched
-
-        def note(module: nn.Module, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
-            runs.append((name, len(hidden_states)))
-            return run(module, hidden_states, *args)
-
-        monkeypatch.setitem(ExpertsInterface._global_mapping, name, note)  # noqa: SLF001
-        return note
-
-    noting("batched_mm")
-    monkeypatch.setattr(experts, "GROUPED_EXPERTS", noting("grouped_mm"))
-    return runs
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        "cuda:0",
-        pytest.param(
-            "a GPU", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-        ),
-    ],
-)
-def test_single_tokens_run_the_experts_of_plain_decoding(device: str, experts_run: list[tuple[str, int]]) -> None:
-    """On accelerators these are others than those of longer passes."""
-    target = make_target("mixtral").to(torch.bfloat16 if device == "a GPU" else torch.float32)
-    target.set_experts_implementation("grouped_mm")
-    drafter, prompt = make_drafter(target, break_even=50.0), make_prompts([6])["input_ids"]
-    single = "grouped_mm" if device == "cpu" else "batched_mm"
-    with nullcontext() if device == "a GPU" else pretending():
-        place = torch.device("cuda" if device == "a GPU" else device)
-        target.to(place)
-        drafter.to(place)
-        prompt = prompt.to(place)
-        call = {"max_new_tokens": 40, "do_sample": False}
-        plain = target.generate(prompt, **call)
-        assert set(experts_run) == {("grouped_mm", 6), (single, 1)}
-        experts_run.clear()
-        output = target.generate(prompt, **call, assistant_model=drafter, return_dict_in_generate=True)
-        assert {0, 63} <= set(output.tree_sizes), "some cycles draft, and some are paused"
-        assert set(experts_run) == {("grouped_mm", 6), ("grouped_mm", 64), (single, 1)}
-        if device != "a GPU":  # in 16 bits, kernels round differently
-            assert torch.equal(output.sequences, plain)
-        assert set(target.get_experts_implementation().values()) == {"grouped_mm"}, "nothing is written to the config"
-
-        # An error in the middle of such a pass leaves nothing behind.
-        def fail(*_: Any) -> None:
-            if experts_run[-1:] == [(single, 1)]:
-                raise InterruptedError
-
-        experts_run.clear()
-        handle = target.model.layers[1].register_forward_pre_hook(fail)
-        with pytest.raises(InterruptedError):
-            target.generate(prompt, **call, assistant_model=drafter)
-        handle.remove()
-        experts_run.clear()
-        target(prompt[:, :1])
-        assert set(experts_run) == {("grouped_mm", 1)}

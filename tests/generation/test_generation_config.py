@@ -8,7 +8,7 @@ import torch
 from targets import Pair, make_drafter, make_pair, make_prompts, make_target
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from transformers_gumiho import attach, detach
+from transformers_gumiho import attach, attached, detach
 
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 3.0}
@@ -150,7 +150,7 @@ OF_OTHER_ASSISTANTS: dict[str, Any] = {
     "target_lookbehind": 3,
 }  # fmt: skip
 OF_THE_DRAFTER: dict[str, Any] = {
-    "num_assistant_tokens": 2, "branching_factor": 2, "tree_depth": 2, "full_tree_attention": False,
+    "branching_factor": 2, "tree_depth": 2, "full_tree_attention": False,
     "draft_temperature": 0.5, "draft_vocabulary": [1, 2], "break_even": 5.0,
 }  # fmt: skip
 
@@ -182,3 +182,27 @@ def test_settings_without_an_effect_are_named(
     assert message.startswith(f"`{name}={value!r}` has no effect: ")
     advice = f"Set `assistant_model.generation_config.{name} = {value!r}`"
     assert (advice in message) == (name in OF_THE_DRAFTER)
+
+
+@pytest.mark.parametrize("lengths", [[6], [5, 2, 4]])
+def test_a_call_sets_the_size_of_its_tree(lengths: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    target, drafter = make_pair(num_assistant_tokens=20, break_even=1.0)
+    settings = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+
+    def decoded(**given: Any) -> tuple[torch.Tensor, int]:
+        output = target.generate(**make_prompts(lengths), **given)
+        return output.sequences, max(output.tree_sizes)
+
+    text, size = decoded(assistant_model=drafter, **settings)
+    assert size == 20
+    in_config = {"generation_config": GenerationConfig(num_assistant_tokens=3, **settings)}
+    for given in (settings | {"num_assistant_tokens": 3}, in_config):
+        same, size = decoded(assistant_model=drafter, **given)
+        assert torch.equal(same, text)
+        assert size == 3
+    assert (drafter.generation_config.num_assistant_tokens, drafter.generation_config.break_even) == (20, 1.0)
+    with attached(target, drafter):
+        assert decoded(**in_config)[1] == 3
+    assert not any("num_assistant_tokens" in message for message in caplog.messages)
+    with pytest.raises(ValueError, match="`num_assistant_tokens` must be an integer of at least 1, got 0"):
+        decoded(assistant_model=drafter, num_assistant_tokens=0, **settings)

@@ -54,7 +54,7 @@ def test_texts_are_those_of_plain_decoding(
 
 
 def test_a_chain_pauses_as_a_tree_does() -> None:
-    target = make_chain_target("minimax")
+    target = make_chain_target("zaya")
     drafter = make_chain_drafter(target)
     drafter.generation_config.break_even = 6.0
     with observing(origins := Origins()):

@@ -168,7 +168,7 @@ def test_compiled_cycles_take_drafts_from_the_context() -> None:
         assert counters["stats"]["unique_graphs"] == 4, "masks, target, walk, draft"
 
 
-@pytest.mark.parametrize("family", ["minimax", "bloom"])
+@pytest.mark.parametrize("family", ["zaya", "bloom"])
 @pytest.mark.parametrize("lengths", [[5], [4, 17, 9]])
 def test_chains_of_targets_that_verify_no_tree(family: str, lengths: list[int]) -> None:
     target = make_chain_target(family)

@@ -1,7 +1,6 @@
 """What cannot work is refused before any model runs, with the cause and the way out."""
 
 import functools
-import inspect
 from typing import Any
 
 import pytest
@@ -34,9 +33,8 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
-from transformers_gumiho import GumihoConfig, GumihoModel, attach, attached, internals
+from transformers_gumiho import GumihoConfig, GumihoModel, attach, attached
 from transformers_gumiho.generation.verification.requirements import check_target
-from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
 
 
@@ -276,21 +274,12 @@ def test_states_are_taken_by_a_forward_around_another() -> None:
     assert torch.equal(drafted, target.generate(**settings))
 
 
-def test_annotations_that_say_nothing_are_no_cache() -> None:
-    """Of a decoder whose target `generate()` makes no cache for."""
-    target = make_chain_target("xlstm")
-    decoder = type(target.backbone)
-    for annotation in ("xLSTMCache | None", Any, inspect.Parameter.empty):
-        signature = inspect.signature(decoder.forward)
-        name = internals.cache_argument(target)
-        parameters = [
-            parameter.replace(annotation=annotation) if parameter.name == name else parameter
-            for parameter in signature.parameters.values()
-        ]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoder.forward, "__signature__", signature.replace(parameters=parameters), raising=False)
-            assert TargetTraits.of(target).cache_class is None
-    assert isinstance(TargetTraits.of(target).cache_class, type)
+@pytest.mark.parametrize("model_type", ["rwkv", "xlstm", "minimax"])
+def test_states_beside_the_layers_of_a_cache(model_type: str) -> None:
+    target = AutoModelForCausalLM.from_config(small_config(model_type)).eval()
+    drafter = GumihoModel.from_target(target, num_attention_heads=4, num_key_value_heads=4, intermediate_size=48)
+    with pytest.raises(ValueError, match=f"{type(target).__name__} keeps a cache or states of its own kind"):
+        target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])

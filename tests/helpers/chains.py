@@ -57,20 +57,11 @@ CHAIN_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         _OF_THREE, "llama4_text", attention_chunk_size=None, layer_types=3 * ["full_attention"],
         no_rope_layers=[1, 0, 1], floor_scale=5, attn_scale=0.8, num_local_experts=2, num_experts_per_tok=1,
     ),
-    # The states lie beside the layers of a cache of its own class.
-    "minimax": lambda: minimax_config(["full_attention", "linear_attention", "full_attention"]),
     # The keys that each token attends to are chosen by an index.
     "glm_moe_dsa": partial(
         _OF_THREE, "glm_moe_dsa", layer_types=3 * ["indexed_attention"], mlp_layer_types=3 * ["dense"]
     ),
 }  # fmt: skip
-
-
-def minimax_config(layer_types: list[str]) -> PreTrainedConfig:
-    """Blocks shorter than some prompts."""
-    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    return _OF_THREE("minimax", layer_types=layer_types, block_size=16, head_dim=8, **tokens, **experts)
 
 
 # Families whose pass over several tokens is not, in transformers, that over one after the other.
@@ -94,22 +85,17 @@ PARTLY_EXACT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "minimax_m3": partial(small_config, "minimax_m3_vl_text"),
 }
 
-# Families whose states lie in no cache.
-BARE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    family: partial(small_config, family) for family in ("rwkv", "xlstm")
-}
-
 
 def make_chain_target(family: str, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny random target, in float64 where its code knows that and does not turn padding into NaN."""
     torch.manual_seed(seed)
-    config = (RECURRENT_FAMILIES | CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES | BARE_FAMILIES)[family]()
+    config = (RECURRENT_FAMILIES | CHAIN_FAMILIES | INEXACT_FAMILIES | PARTLY_EXACT_FAMILIES)[family]()
     # The eager experts are the ones that know float64.
     target = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     if family == "glm_moe_dsa":
         # Of the padding token's embedding, which is zero, an index makes ties, which chance decides.
         torch.nn.init.normal_(target.get_input_embeddings().weight.data[0], std=0.4)
-    if family not in ("bloom", "mpt", "deepseek_v4", "xlstm"):
+    if family not in ("bloom", "mpt", "deepseek_v4"):
         target = target.double()
     target.generation_config.use_cache = True
     target.generation_config.pad_token_id = 0

@@ -1,4 +1,4 @@
-"""The files of the package that a call passes: those with a function that it runs."""
+"""What a call passes of the package: the files with a function that it runs, and how many functions it calls."""
 
 import sys
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import transformers_gumiho
+from transformers_gumiho.generation.drafting.candidate_generator import GumihoCandidateGenerator
 from transformers_gumiho.generation.observers import GenerationObserver, Stage, observing
 
 
@@ -48,3 +49,28 @@ def traced_files(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
         finally:
             sys.setprofile(None)
     return list(files), list(of_cycle)
+
+
+def count_calls(call: Callable[[], Any]) -> list[int]:
+    """
+    Returns how many functions of the package `call`, a generation, calls before its first cycle, and in each cycle.
+    Comprehensions, generator expressions and lambdas are part of the function around them.
+    """
+    counts = [0]
+    root, draft_tree = str(ROOT), GumihoCandidateGenerator.draft_tree.__code__
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(root):
+            return
+        if code is draft_tree:  # the first step of a cycle
+            counts.append(0)
+        if not code.co_name.startswith("<"):
+            counts[-1] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts

@@ -36,7 +36,7 @@ def losses_of(trainer: GumihoTrainer) -> list[float]:
 def make_trainer(target: Any, folder: Path, drafter: Any = None, **settings: Any) -> GumihoTrainer:
     """A trainer on some rows, with these arguments of it and of the training."""
     names = (
-        "train_dataset", "eval_dataset", "acceptance_prompts", "callbacks", "processing_class", "data_collator",
+        "train_dataset", "eval_dataset", "callbacks", "processing_class", "data_collator",
         "compute_loss_func",
     )  # fmt: skip
     kwargs = {"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)}

@@ -44,22 +44,24 @@ QUESTIONS = [
 ]
 
 
+MODES = [
+    "prompt lookup", "assisted generation", "gumiho", "gumiho with prompt lookup", "gumiho without FTA", "chain of 3",
+    "serial head only", "one serial token", "tree of 4",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def samples(target: PreTrainedModel, drafter: GumihoModel) -> list[Sample]:
     """Every mode, greedily and sampled, and greedily in pairs."""
     draft_model = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "draft_model", dtype=torch.float32)
-    modes = decoding_modes(drafter, draft_model=draft_model, tree_sizes=[4])
+    modes = decoding_modes(drafter, MODES, draft_model)
     measured = [target, make_tokenizer(None), QUESTIONS, modes]
     alone = run_benchmark(*measured, temperatures=(0.0, 1.0), max_new_tokens=8)
     return [*alone, *run_benchmark(*measured, batch_sizes=[2], max_new_tokens=8)]
 
 
 def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[Sample], drafter: GumihoModel) -> None:
-    modes = [
-        "plain", "prompt lookup", "assisted generation", "gumiho", "gumiho with prompt lookup",
-        "gumiho without FTA", "chain of 3", "chain of 5", "chain of 7",
-        "serial head only", "one serial token", "tree of 4",
-    ]  # fmt: skip
+    modes = ["plain", *MODES]
     alone = [sample for sample in samples if sample.batch_size == 1]
     # Three first turns and a second one, at two temperatures.
     batches = dict.fromkeys((tuple(s.questions), s.turn, s.temperature) for s in alone)
@@ -82,6 +84,10 @@ def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[S
 
 
 def test_a_drafter_that_looks_up_by_itself_is_measured_without_it_too(drafter: GumihoModel) -> None:
+    four = ["plain", "prompt lookup", "gumiho", "gumiho with prompt lookup"]
+    assert [mode.name for mode in decoding_modes(drafter)] == four
+    with pytest.raises(ValueError, match="'assisted generation' and --draft_model belong together"):
+        decoding_modes(drafter, ["assisted generation"])
     with temporary_settings(drafter, {"prompt_lookup_num_tokens": 7}):
         modes = {mode.name: mode for mode in decoding_modes(drafter)}
         assert "gumiho with prompt lookup" not in modes
@@ -185,7 +191,7 @@ def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> No
     }
     assert rows["gumiho"].speedup / rows["prompt lookup"].speedup == 1.0
     assert (
-        "Speed against prompt lookup on the same prompts (median, its 95% interval): gumiho 2.00 (0.50-4.00), faster "
+        "speed against prompt lookup on the same prompts (median, 95% interval): gumiho 2.00 (0.50-4.00), faster "
         "in 2 of 3."
     ) in markdown(list(rows.values()))
 
@@ -325,11 +331,11 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     written = gumiho(
         "benchmark", "--target", DEMO_TARGET, "--assistant", DEMO_PAIR / "gumiho", "--prompts",
-        DEMO_PAIR / "prompts.jsonl", "--num_prompts", 2, "--max_new_tokens", 8, "--dtype", "float32", "--tree_sizes",
-        2, 8, "--modes", "gumiho", "tree of 2", "tree of 8", "--output_dir", tmp_path / "out", "--chat_template",
-        template,
+        DEMO_PAIR / "prompts.jsonl", "--num_prompts", 2, "--max_new_tokens", 8, "--dtype", "float32", "--modes",
+        "gumiho", "tree of 2", "tree of 8", "--output_dir", tmp_path / "out", "--chat_template", template,
     )  # fmt: skip
-    assert "| plain |" in written
+    assert "| overall, greedy, batch size 1 (2 batches) | plain |" in written
+    assert written.count("| prompts | mode |") == 1
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "samples.jsonl", "samples.jsonl.settings.json", "speedup-t0-b1.png", "summary.json", "summary.md",
@@ -349,7 +355,7 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
         output_dir=str(tmp_path),
     )  # fmt: skip
     rows = benchmark(args)
-    assert [row.mode for row in rows if row.category == "overall"] == ["plain", "gumiho", "chain of 5"]
+    assert [row.mode for row in rows if row.category == "overall"] == ["plain", "chain of 5", "gumiho"]
     samples = samples_of(tmp_path)
     first: dict[str, str] = {}
     for number, line in enumerate((DEMO_PAIR / "prompts.jsonl").read_text().splitlines()):
@@ -357,8 +363,9 @@ def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_pat
     assert len(first) == 4
     asked = {sample["category"]: sample["questions"] for sample in samples}
     assert asked == {category: [name] for category, name in first.items()}
-    with pytest.raises(ValueError, match=r"no mode 'chain of 4'. Choose from 'plain', .* 'chain of 5', "):
-        benchmark(replace(args, modes=["chain of 4"]))
+    with pytest.raises(ValueError, match=r"no mode 'chain of 9'. Choose from 'plain', .* 'chain of N'"):
+        benchmark(replace(args, modes=["chain of 9"], yes=True, restart=True))
+    assert samples_of(tmp_path) == samples, "an error deletes nothing"
 
 
 def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
@@ -376,9 +383,9 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
     path = tmp_path / "samples.jsonl"
 
-    def run(resume: bool) -> list[Sample]:
+    def run() -> list[Sample]:
         calls.clear()
-        journal, samples = Journal(path, {"dtype": "float32"}, resume), []
+        journal, samples = Journal(path, {"dtype": "float32"}), []
         with suppress(KeyboardInterrupt):
             for sample in run_benchmark(
                 target, make_tokenizer(None), QUESTIONS, modes, max_new_tokens=4, journal=journal
@@ -387,16 +394,16 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
         return samples
 
     limit = 6  # two for warm-up, three for the first turn of the first prompt, one for the second
-    assert [sample.mode for sample in run(resume=False)] == ["plain", "gumiho"]
+    assert [sample.mode for sample in run()] == ["plain", "gumiho"]
     assert not path.exists(), "the second turn needs the answer to the first"
     limit = 9
-    assert [(s.questions, s.turn) for s in run(resume=True)[::2]] == [(["0"], 0), (["0"], 1), (["1"], 0)]
+    assert [(s.questions, s.turn) for s in run()[::2]] == [(["0"], 0), (["0"], 1), (["1"], 0)]
     with path.open("a") as file:
         file.write('{"of": "1", "samples": [{"mode": "pla')  # killed while it wrote
     limit = 0
-    assert len(run(resume=True)) == 6  # stopped as it begins to warm up, it has what it had
+    assert len(run()) == 6  # stopped as it begins to warm up, it has what it had
     limit = 8
-    samples = run(resume=True)
+    samples = run()
     assert len(calls) == 4  # two for warm-up, two for the last prompt
     assert [(s.questions, s.turn, s.mode) for s in samples] == [
         (questions, turn, mode)
@@ -405,16 +412,15 @@ def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(
     ]
     assert len(samples_of(tmp_path)) == len(samples)
     limit = 0
-    assert run(resume=True) == samples
+    assert run() == samples
     assert not calls
     with pytest.raises(ValueError, match=r"created with different settings: dtype"):
-        Journal(path, {"dtype": "bfloat16"}, resume=True)
+        Journal(path, {"dtype": "bfloat16"})
     assert len(samples_of(tmp_path)) == len(samples)
     with path.open("a") as file:
         file.write('{"of": "1", "samples": [{"mode": "plain", "peak_memory": 1}]}\n')
-    with pytest.raises(ValueError, match=r"another version of this package wrote\. Begin anew without --resume"):
-        Journal(path, {"dtype": "float32"}, resume=True)
-    assert not Journal(path, {"dtype": "bfloat16"}, resume=False).known
+    with pytest.raises(ValueError, match=r"another version of this package wrote\. Begin anew with --restart"):
+        Journal(path, {"dtype": "float32"})
 
 
 def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Path) -> None:
@@ -423,7 +429,7 @@ def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Pat
     prompts.write_text('{"text": "import os"}\n')
     args = BenchmarkArguments(
         target=str(DEMO_TARGET), assistant=str(tmp_path / "gumiho"), prompts=str(prompts), dtype="float32",
-        modes=["gumiho"], max_new_tokens=4, output_dir=str(tmp_path / "out"), resume=True,
+        modes=["gumiho"], max_new_tokens=4, output_dir=str(tmp_path / "out"),
     )  # fmt: skip
     assert [row.num_samples for row in benchmark(args)] == [1, 1]
     prompts.write_text('{"text": "import re"}\n{"text": "import os"}\n')  # the same text under another name
@@ -432,6 +438,10 @@ def test_samples_of_another_drafter_or_prompt_are_not_gone_on_with(tmp_path: Pat
     assert len(written) == 6
     config = json.loads((tmp_path / "gumiho" / "generation_config.json").read_text())
     (tmp_path / "gumiho" / "generation_config.json").write_text(json.dumps(config | {"num_assistant_tokens": 5}))
-    with pytest.raises(ValueError, match="created with different settings: settings of the assistant"):
+    with pytest.raises(ValueError, match=r"created with different settings: settings of the assistant.*--restart"):
         benchmark(args)
+    with pytest.raises(ValueError, match=r"--restart deletes .*samples.jsonl .*Give --yes to delete"):
+        benchmark(replace(args, restart=True))
     assert samples_of(tmp_path / "out") == written
+    benchmark(replace(args, restart=True, yes=True))
+    assert len(samples_of(tmp_path / "out")) == 4

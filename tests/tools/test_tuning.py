@@ -375,8 +375,8 @@ def test_prompts_are_read_before_models_are_loaded(tmp_path: Path) -> None:
     for measure, options in ((tune, TuningArguments), (benchmark, BenchmarkArguments)):
         with pytest.raises(OSError, match=r"folder '.*/new' cannot be made: Not a directory. Name another one with"):
             measure(options(**known))
-    with pytest.raises(ValueError, match="--tree_sizes must be at least 1, got 0"):
-        BenchmarkArguments(**known, tree_sizes=[4, 0])
+    with pytest.raises(ValueError, match="--batch_sizes must be at least 1, got 0"):
+        BenchmarkArguments(**known, batch_sizes=[4, 0])
 
 
 @pytest.mark.usefixtures("short_contests")

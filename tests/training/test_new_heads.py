@@ -204,4 +204,3 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, small: Path, tmp_p
         equals_plain(target, drafter, input_ids=ids, max_new_tokens=12)
     wrong = [*common, *made, "--output_dir", tmp_path / "wrong"]
     refuse("--num_parallel_heads must be at least 1", *wrong, "--num_parallel_heads", 0)
-    refuse("train these without --lora_rank", *wrong, "--lora_rank", 2)

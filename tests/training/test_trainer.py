@@ -216,7 +216,6 @@ def test_a_resumed_run_has_the_curve_of_an_uninterrupted_one(
     settings = {
         "max_steps": 8, "feature_noise": 0.5, "save_strategy": "steps", "save_steps": 2,
         "eval_strategy": "steps", "eval_steps": 4,
-        "acceptance_prompts": [torch.tensor([1, 2])], "acceptance_max_new_tokens": 8,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "muon": muon,
     }  # fmt: skip
     whole = trained(target, tmp_path / "whole", **settings)
@@ -291,17 +290,6 @@ def test_best_checkpoint_is_loaded_and_training_stops_early(target: PreTrainedMo
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-4)
 
 
-def test_tau_is_measured_while_training(target: PreTrainedModel, tmp_path: Path) -> None:
-    prompts = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    trainer = trained(
-        target, tmp_path, eval_strategy="steps", eval_steps=2, acceptance_prompts=prompts, acceptance_max_new_tokens=24
-    )
-    logged = {entry["step"]: entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry}
-    assert list(logged) == [2, 4]
-    lengths = [length for row in measure_acceptance(target, trainer.drafter, prompts, 24) for length in row]
-    assert logged[4] == pytest.approx(sum(lengths) / len(lengths))
-
-
 def test_tau_is_that_of_cycles_that_draft(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter in training would pause most of the time, and a target of beams cannot draft."""
     monkeypatch.setattr(target.generation_config, "num_beams", 2)
@@ -326,7 +314,7 @@ def test_pushed_drafter_has_a_filled_model_card(
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: SimpleNamespace(repo_id=f"someone/{repo_id}"))
     trainer = trained(
         target, tmp_path, push_to_hub=True, hub_model_id="gumiho-tiny", hub_strategy="end", eval_strategy="steps",
-        eval_steps=4, acceptance_prompts=[torch.tensor([1, 2])], acceptance_max_new_tokens=8,
+        eval_steps=4,
     )  # fmt: skip
     trainer.push_to_hub(finetuned_from="someone/tiny-llama", dataset="someone/chats")
     expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", "custom_generate"}
@@ -340,7 +328,6 @@ def test_pushed_drafter_has_a_filled_model_card(
         "# someone/gumiho-tiny\n",
         'from_pretrained("someone/gumiho-tiny"',
         "| `learning_rate` | 0.01 |",
-        f"| `eval_tau` | {history['eval_tau']:.4g} |",
         f"| `eval_agreement_1` | {history['eval_agreement_1']:.4g} |",
     ):
         assert fact in card

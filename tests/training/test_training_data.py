@@ -26,8 +26,10 @@ from training_data import (
 )
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from transformers_gumiho.tools.benchmarking import read_prompts
 from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
 from transformers_gumiho.training.collator import collate_all
+from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
 from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
 
@@ -90,6 +92,33 @@ def test_text_prompts_take_the_template_where_there_is_one(config: PreTrainedCon
     without, _ = prepare([row], config, template=None)
     assert make_tokenizer().decode(without[0]["input_ids"]) == "def f(self): return self.x<|endoftext|>"
     assert texts_that_count(without[0], None) == [" return self.x<|endoftext|>"]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "what?", "input": "", "output": "import os", "text": "Below is an instruction."},
+        {"instruction": "what?", "context": None, "response": "import os"},
+        {"question": "what?", "answer": "import os"},
+        {"query": "what?", "response": "import os"},
+        {"prompt": "what?", "response": "import os", "input": "of another prompt"},
+    ],
+)
+def test_rows_of_a_question_and_an_answer_are_read_by_any_name(
+    row: dict[str, Any], answered: bool, tmp_path: Path
+) -> None:
+    expected = read_row({"prompt": "what?", "completion": "import os"}, has_template=True, answered=answered)
+    assert read_row(row, has_template=True, answered=answered) == expected
+    write_jsonl(path := tmp_path / "rows.jsonl", [row])
+    assert [question.turns for question in read_prompts(str(path))] == [("what?",)]
+
+
+def test_an_instruction_is_followed_by_its_input() -> None:
+    for name in ("input", "context"):
+        row = {"instruction": "Shorten it.", name: "import os, os", "output": "import os"}
+        messages = read_row(row, has_template=True).messages
+        assert [message["content"] for message in messages] == ["Shorten it.\n\nimport os, os", "import os"]
 
 
 @pytest.mark.parametrize("ending", ["</s>", "[SEP]"])

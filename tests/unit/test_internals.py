@@ -26,6 +26,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache, TrainingAr
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoGenerationMixin, GumihoModel, internals
+from transformers_gumiho.generation.verification.traits import cache_argument
 from transformers_gumiho.internals import CACHE_NAME, OVERRIDDEN
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
@@ -193,7 +194,7 @@ def test_what_a_target_keeps_of_its_context() -> None:
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
     assert internals.is_stateful(mamba)
     for target in (llama, mamba):
-        name = internals.cache_argument(target)
+        name = cache_argument(target)
         output = target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
         assert output[CACHE_NAME] is not None
         target(torch.tensor([[1, 2]]), **{name: output[CACHE_NAME]})

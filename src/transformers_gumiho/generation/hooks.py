@@ -17,14 +17,14 @@ from ..internals import (
     default_settings,
     extend_generation_step,
     generation_step,
+    given_in_call,
 )
-from ..model.decoding_settings import DECODING_SETTINGS
+from ..model.decoding_settings import DECODING_SETTINGS, SETTINGS_OF_CALLS
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
 from .observers import observers_of_call
 from .sequences import max_length_of
-from .verification.cycle_shapes import with_eager_decoder
 from .verification.requirements import check_inputs, check_request, unsupported_reason
 from .verification.traits import Unsupported
 
@@ -76,11 +76,10 @@ def _warn_of_unused_settings(
     """Warns of settings of assistants where they have no effect: the drafter's in a call, and others anywhere."""
     defaults, settings = default_settings(), drafter.generation_config
     for name in (*_OF_OTHER_ASSISTANTS, *DECODING_SETTINGS):
-        value, inherited = getattr(generation_config, name, None), getattr(target.generation_config, name, None)
-        is_others = name in _OF_OTHER_ASSISTANTS
+        value, is_others = given_in_call(target, generation_config, name), name in _OF_OTHER_ASSISTANTS
         if is_others and getattr(settings, name, None) not in (None, defaults.get(name)):
-            value, inherited = getattr(settings, name), None
-        if value in (None, inherited, defaults.get(name)):
+            value = getattr(settings, name)
+        if value is None or name in SETTINGS_OF_CALLS:
             continue
         advice = "a Gumiho drafter has no such setting. Leave it out."
         if not is_others:
@@ -101,16 +100,15 @@ def _assisted_decoding(
     for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     # What the prompt and its cache do not allow is known only now. Nothing has run yet.
-    verifier = with_eager_decoder(target, drafter.config.layers_read(target.config))
     config = kwargs["generation_config"]
     # An attached drafter was checked before the target's own `generate`.
     traits = assistant.traits if isinstance(assistant, AttachedDrafter) else kwargs.pop("traits")
     prompt_length = input_ids.shape[1]
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
-    reason = unsupported_reason(check_inputs, verifier, traits, input_ids, config, kwargs, max_new_tokens)
+    reason = unsupported_reason(check_inputs, target, traits, input_ids, config, kwargs, max_new_tokens)
     if reason is None:
         kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
-        return decode_with_tree(verifier, input_ids, *args, **kwargs)
+        return decode_with_tree(target, input_ids, *args, **kwargs)
     if not isinstance(assistant, AttachedDrafter):
         raise Unsupported(reason)
     warn_of_plain_decoding(target, reason)

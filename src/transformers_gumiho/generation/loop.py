@@ -11,11 +11,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..internals import CACHE_NAME, in_eval_mode
-from ..model.decoding_settings import DraftingSettings
+from ..internals import CACHE_NAME, given_in_call, in_eval_mode
+from ..model.decoding_settings import SETTINGS_OF_CALLS, DraftingSettings, overridden
 from ..model.modeling_gumiho import GumihoModel
 from .drafting.blocks import BlockCandidateGenerator
-from .drafting.candidate_generator import GumihoCandidateGenerator
+from .drafting.candidate_generator import DraftSource, GumihoCandidateGenerator
 from .drafting.drafter import GenerationView
 from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
@@ -76,7 +76,7 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     accepted_lengths: list[list[int]] | None = None
-    draft_origins: list[str] | None = None
+    draft_origins: list[DraftSource] | None = None
     tree_sizes: list[int] | None = None
 
 
@@ -219,8 +219,10 @@ def _drafting_settings(
 ) -> DraftingSettings:
     """Returns the settings of this call, and warns if the target takes no trees."""
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
+    given = {name: given_in_call(target, generation_config, name) for name in SETTINGS_OF_CALLS}
+    own = overridden(drafter.generation_config, **given)
     settings = DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, temperature, num_rows, input_device(target).type, traits.has_states
+        own, drafter.config, temperature, num_rows, input_device(target).type, traits.has_states
     ).with_prompt_lookup(generation_config)
     if not traits.is_chain:
         return settings

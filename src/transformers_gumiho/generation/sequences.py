@@ -265,7 +265,7 @@ class GenerationRecords:
         self._has_states = returns_dict and bool(generation_config.output_hidden_states)
         self._prompt_states: tuple[torch.Tensor, ...] | None = None
         self._layers: list[StepRecord] = []  # the hidden states of the later tokens
-        self.draft_origins: list[str] = []
+        self.draft_origins: list[Any] = []
         self.tree_sizes: list[int] = []
         self._accepted_lengths: list[list[int]] = [[] for _ in range(batch_size)]
 

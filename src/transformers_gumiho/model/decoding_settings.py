@@ -5,6 +5,7 @@ checked for each call.
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,8 @@ DECODING_SETTINGS = (
     "draft_vocabulary",
     "break_even",
 )
+# Of these, what a call of `generate()` may set for itself.
+SETTINGS_OF_CALLS = ("num_assistant_tokens",)
 # A `break_even` under which no drafter pauses: every cycle commits a token.
 NEVER_PAUSES = 1.0
 # The draft vocabulary that was found right last, and the size of the whole: to compare is faster than to check again.
@@ -93,6 +96,13 @@ def override_settings(generation_config: GenerationConfig, **values: Any) -> Non
         generation_config.update(break_even=None, **given)
 
 
+def overridden(generation_config: GenerationConfig, **values: Any) -> GenerationConfig:
+    """Returns a copy with the values that are not `None`, as [`override_settings`] sets them."""
+    generation_config = copy(generation_config)
+    override_settings(generation_config, **values)
+    return generation_config
+
+
 @dataclass(frozen=True)
 class DraftingSettings:
     """
@@ -104,7 +114,7 @@ class DraftingSettings:
 
     Attributes:
         num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, 16 there for targets
-            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU.
+            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU. Can also be passed to `generate()`.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU and for targets with recurrent layers. Without parallel heads, at most 10.
         tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without

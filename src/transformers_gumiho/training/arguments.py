@@ -68,8 +68,6 @@ class GumihoTrainingArguments(TrainingArguments):
     )
     loss_chunk_size: int = option("Rows of tokens x vocabulary logits to hold at a time.", DEFAULT_CHUNK_SIZE)
 
-    acceptance_max_new_tokens: int = option("Tokens to generate for each of these prompts.", 128)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.train_only not in (None, *PARTS):

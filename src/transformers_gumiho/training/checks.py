@@ -134,20 +134,6 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
     )
 
 
-def check_measures_tau(target: Any, is_split: bool) -> None:
-    """Raises `ValueError` where the target itself is missing, or the drafter `is_split` over processes."""
-    if not isinstance(target, nn.Module):
-        raise UserValueError(
-            "Measuring tau needs the target itself, and only its cached features were given. Leave "
-            "`acceptance_prompts` out."
-        )
-    if is_split:
-        raise UserValueError(
-            "Measuring tau needs the full drafter in each process, and FSDP or DeepSpeed splits it. Leave "
-            "`acceptance_prompts` out, and measure a checkpoint afterwards."
-        )
-
-
 def num_positions(drafter: GumihoModel, features: TargetFeatures) -> int | None:
     """Returns the tokens that both drafter and target have positions for; `None` without a limit."""
     configs = (drafter.config.get_text_config(), features.config.get_text_config(decoder=True))

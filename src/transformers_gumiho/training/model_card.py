@@ -12,7 +12,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
-_SHOWN = ("eval_loss", "eval_tau", "eval_expected_acceptance_length", "eval_agreement_")
+_SHOWN = ("eval_loss", "eval_expected_acceptance_length", "eval_agreement_")
 
 
 def model_card_of(

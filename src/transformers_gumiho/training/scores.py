@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from ..commands import UserValueError
@@ -149,16 +147,3 @@ def measure_acceptance(
         own_settings.break_even = break_even
         drafter.train(training)
     return lengths
-
-
-def shared_tau(
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    prompts: Sequence[torch.Tensor],
-    max_new_tokens: int,
-    processes: Accelerator,
-) -> float:
-    """Returns the mean number of tokens per cycle on prompts that the processes share; see [`measure_acceptance`]."""
-    mine = prompts[processes.process_index :: processes.num_processes]
-    lengths = [n for row in gather_object(measure_acceptance(target, drafter, mine, max_new_tokens)) for n in row]
-    return sum(lengths) / max(len(lengths), 1)

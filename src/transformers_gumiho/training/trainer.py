@@ -3,7 +3,6 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from .losses.positions import count_positions
 from .losses.predictors import LossWeights, Predictor, predictors
 from .model_card import model_card_of
 from .muon import muon_of
-from .scores import agreement_metrics, evaluation_metrics, score_predictions, shared_tau
+from .scores import agreement_metrics, evaluation_metrics, score_predictions
 from .target_features import OnlineFeatures, add_noise
 from .unrolling import unroll_serial_head
 
@@ -49,13 +48,11 @@ class GumihoTrainer(Trainer):
         args (`GumihoTrainingArguments`): The settings.
         target (`PreTrainedModel` or `CachedFeatures`): The target, which runs in every step, or its cached features.
             It is no part of what is trained or saved.
-        acceptance_prompts (`list[torch.Tensor]`, *optional*): Held-out prompts `(T,)` on which evaluations measure
-            tau, the mean number of tokens per cycle. Processes share them. Needs the target itself.
         processing_class: The target's tokenizer, which is saved with the drafter.
         **kwargs: As in `Trainer`. A dataset holds the rows that [`GumihoDataCollator`] describes.
 
     `evaluate()` reports, besides the loss and its terms, the top-1 `agreement_k` with the target at each draft
-    position k, the `expected_acceptance_length` that these imply, and with `acceptance_prompts` the measured `tau`.
+    position k, and the `expected_acceptance_length` that these imply.
 
     Raises:
         TypeError: `args`, `model` or `target` is of another type.
@@ -95,7 +92,6 @@ class GumihoTrainer(Trainer):
         args: GumihoTrainingArguments,
         *,
         target: PreTrainedModel | TargetFeatures,
-        acceptance_prompts: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ):
         if not isinstance(args, GumihoTrainingArguments):
@@ -145,9 +141,6 @@ class GumihoTrainer(Trainer):
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         checks.check_collator(self.data_collator, args.assistant_only_loss)
-        self._acceptance_prompts = list(acceptance_prompts or ())
-        if self._acceptance_prompts:
-            checks.check_measures_tau(target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`, within the budgets of tokens, and with each row once."""
@@ -317,21 +310,15 @@ class GumihoTrainer(Trainer):
         return scores if self.args.pass_budget is None else scores.sum(dim=0, keepdim=True)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`, with the measured `tau` where there are prompts for it."""
+        """As `Trainer.evaluation_loop`, and leaves the weights as they were."""
         # `bf16_full_eval` rounds the drafter in place: what is trained and saved stays as it was.
         kept = [(parameter, parameter.data) for parameter in self.drafter.parameters()]
         try:
-            output = super().evaluation_loop(*args, **kwargs)
+            return super().evaluation_loop(*args, **kwargs)
         finally:
             for parameter, data in kept:
                 if parameter.dtype != data.dtype:
                     parameter.data = data
-        if self._acceptance_prompts and not self._positions_per_row:
-            target: Any = self.target_features
-            new_tokens = self.args.acceptance_max_new_tokens
-            tau = shared_tau(target.target, self.drafter, self._acceptance_prompts, new_tokens, self.accelerator)
-            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_tau"] = tau
-        return output
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """

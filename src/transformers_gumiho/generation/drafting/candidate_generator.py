@@ -33,6 +33,9 @@ NODES_PER_STEP_ON_CPU = 50
 _MAX_UNREAD_TOKENS = 256
 
 
+DraftSource = Literal["drafter", "context", "pause", "end"]
+
+
 @dataclass(frozen=True)
 class DraftOrigin:
     """
@@ -42,7 +45,7 @@ class DraftOrigin:
     one, and `break_even` are the tokens per row that a drafted cycle must commit.
     """
 
-    source: Literal["drafter", "context", "pause", "end"]
+    source: DraftSource
     num_left: int = 0
     break_even: float | None = None
 

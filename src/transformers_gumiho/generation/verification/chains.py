@@ -15,18 +15,8 @@ from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
 from .mixers import chunk_length
-from .rollback import (
-    StateSnapshot,
-    TensorListCache,
-    crop_to,
-    is_croppable,
-    layers_of,
-    mark_unused_layers,
-    num_entries,
-    tensors_in,
-)
+from .rollback import StateSnapshot, crop_to, is_croppable, layers_of, num_entries, owned
 from .session import TargetOutput, TargetSession, text_positions
-from .tree_cache import owned
 
 
 # Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this
@@ -46,13 +36,10 @@ class ChainCache:
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
-        self._cache = cache = TensorListCache(cache) if isinstance(cache, list) else cache
+        self._cache = cache
         self._length = length
         self._batch_size = batch_size
-        has_own_states = any(True for _ in tensors_in(vars(cache)))  # MiniMax keeps its beside the layers
-        if has_own_states:
-            mark_unused_layers(cache)
-        self.is_cropped = not has_own_states and all(map(is_croppable, layers_of(cache)))
+        self.is_cropped = all(map(is_croppable, layers_of(cache)))
         self._snapshots: list[StateSnapshot] = []
         self._starts: list[int] = []  # entries of each layer before the newest pass
         self._pending: torch.Tensor | None = None
@@ -77,7 +64,7 @@ class ChainCache:
     @property
     def argument(self) -> Any:
         """The target's cache argument. It lacks pending tokens; rejected ones are removed before the next pass."""
-        return self._cache.tensors if isinstance(self._cache, TensorListCache) else self._cache
+        return self._cache
 
     @property
     def num_pending(self) -> int:
@@ -89,7 +76,7 @@ class ChainCache:
         """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
         if not self.is_cropped and not self._snapshots:
-            self._snapshots = [StateSnapshot(owner) for owner in (*layers_of(self._cache), self._cache)]
+            self._snapshots = list(map(StateSnapshot, layers_of(self._cache)))
         self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._has_run = False

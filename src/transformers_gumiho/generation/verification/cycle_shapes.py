@@ -1,7 +1,6 @@
 """
 What is compiled. `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once. A
-captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory. Of a target
-that the user compiled, passes over drafts run uncompiled copies of the modules that the drafter reads.
+captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory.
 """
 
 import functools
@@ -11,22 +10,10 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ...internals import (
-    CACHE_NAME,
-    has_own_forward,
-    is_compiled,
-    modules_of,
-    uncompiled,
-    uncompiled_copy,
-    would_compile,
-)
-from ...model.target_shape import TargetLayers
-from .target_memory import share_memory
-from .target_states import find_decoder, find_layers
+from ...internals import CACHE_NAME, would_compile
 
 
 # Caches grow by at least this many slots, and by a quarter, so that longer texts run the compiled stages of others.
@@ -120,26 +107,3 @@ class _Options(dict):
 def _compiled(function: Function, options: _Options) -> Function:
     compiled: Any = torch.compile(function, **options)
     return compiled
-
-
-def with_eager_decoder(target: PreTrainedModel, layers: TargetLayers | None) -> Any:
-    """
-    Returns the target, or for one with compiled modules a copy that shares its weights, in which the modules that the
-    drafter reads (those of `layers`), and those around them, are not compiled: a graph ignores hooks that are
-    registered later, and a compiling thread fails where hooks come and go. All other modules stay compiled.
-    """
-    if not any(map(is_compiled, modules_of(target))):
-        return target
-    read = {} if layers is None else find_layers(target, layers)
-    copied = _copied(target, {find_decoder(target), *read.values()})
-    share_memory(copied, target)
-    return copied
-
-
-def _copied(module: nn.Module, read: set[nn.Module]) -> nn.Module:
-    """Copies the module and its submodules that are `read`, or hold one that is."""
-    module = uncompiled(module)
-    around = {child for child in module.children() if not read.isdisjoint(child.modules())}
-    if has_own_forward(module):
-        around = set()  # accelerate's, which runs the submodules that it was made for
-    return uncompiled_copy(module, {child: _copied(child, read) for child in around})

@@ -117,7 +117,7 @@ def read_prompt(
     read_pass = None if read_target is None or holds_layers else reader.read_pass
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
-    if cache is None or _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
+    if _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache = outputs[name]
     # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
     device = states.last.device

@@ -9,18 +9,16 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ...internals import attention_implementation, is_pipeline_stage
+from ...internals import attention_implementation, compiled_module, is_pipeline_stage, keeps_dynamic_cache
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
-from .cycle_shapes import with_eager_decoder
 from .ownership import own_step_of_decoding
 from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported
-from .tree_cache import is_convertible
+from .traits import TargetTraits, Unsupported, is_convertible
 from .trial import check_multi_token_decode
 
 
@@ -142,6 +140,12 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"{name} decodes with a `{step}` of its own, which drafting would leave out. Override other methods "
             f"(`forward`, `prepare_inputs_for_generation`), or {_WITHOUT_DRAFTER}"
         )
+    if (module := compiled_module(target)) is not None:
+        raise Unsupported(
+            f"{name} was compiled (its `{type(module).__name__}`), and compiled code does not run the hooks that read "
+            f"its states for a Gumiho assistant. Load the target anew and pass `cache_implementation='static'`, which "
+            f"compiles each stage of a drafted call, or {_WITHOUT_DRAFTER}"
+        )
     # For the time of a call, PEFT replaces this method of the target by that of the model around it.
     around = getattr(target.prepare_inputs_for_generation, "__self__", None)
     adapter = getattr(around, "active_peft_config", None)
@@ -156,7 +160,7 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
             f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
         )
-    traits = TargetTraits.of(with_eager_decoder(target, None))  # a trial must not compile anything
+    traits = TargetTraits.of(target)
     attention = traits.attention
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
     if attention.refusal and (attention.registered or not traits.is_chain):
@@ -164,13 +168,18 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
             f"{_LOAD_WITH_SDPA}"
         )
-    if traits.cache_class is None:
+    if not traits.takes_cache:
         # BLIP-2 and others hand their calls on.
         inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
         if part := next(inner, None):
             raise Unsupported(
                 f"{name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
                 f"pass it to `generate()` as `assistant_model`."
+            )
+        if not keeps_dynamic_cache(target):
+            raise Unsupported(
+                f"{name} keeps a cache or states of its own kind, and drafts are verified against a `DynamicCache`. "
+                f"Use another target, or {_WITHOUT_DRAFTER}"
             )
         raise Unsupported(
             f"{name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding needs. "
@@ -385,20 +394,18 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     """Refuses a cache of the caller's that drafts cannot be verified against."""
     layers = getattr(cache, "layers", [])
     is_offloaded = getattr(cache, "offloading", False)
-    kind = traits.cache_class or DynamicCache
-    is_usable = isinstance(cache, kind) and not is_offloaded if traits.is_chain else is_convertible(cache)
+    is_usable = isinstance(cache, DynamicCache) and not is_offloaded if traits.is_chain else is_convertible(cache)
     # What a subclass or a patch does to new entries is unknown.
     update = getattr(cache, "update", None)
-    is_patched = getattr(update, "__func__", update) is not getattr(kind, "update", None)
+    is_patched = getattr(update, "__func__", update) is not DynamicCache.update
     is_own = is_usable and (is_patched or any("update" in vars(layer) for layer in layers))
     if is_own or not is_usable:
         what = " and offloading" * is_offloaded + " and an `update` of its own" * is_own
-        made = "DynamicCache(config=target.config)" if kind is DynamicCache else f"{kind.__name__}(...)"
         raise Unsupported(
-            f"A Gumiho assistant needs an ordinary `{kind.__name__}` on the target's device, got "
+            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "
-            f"`{traits.cache_argument}={made}`, or none; for fixed shapes set `cache_implementation='static'` instead "
-            f"of passing a cache."
+            f"`{traits.cache_argument}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
+            f"`cache_implementation='static'` instead of passing a cache."
         )
     if not traits.is_chain:
         traits.check_is_whole(cache)

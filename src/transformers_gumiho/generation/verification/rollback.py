@@ -1,21 +1,34 @@
 """What layers of a target's own cache hold, and how what rejected drafts left in them is removed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
-from .tree_cache import CONVERTIBLE_LAYERS, STATE_LAYERS
 
-
+# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
+# where a layer reads the keys and values of another one; earlier ones leave such layers out.
+CONVERTIBLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+)
+# Layers that hold states, beside keys and values or alone.
+STATE_LAYERS = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 # Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
 # imported.
 COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
@@ -24,15 +37,8 @@ BLOCK_INDEX_KIND = "minimax_m3_sparse"
 _INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
 
 
-@dataclass
-class TensorListCache:
-    """Stands for a cache where a target takes and returns a list of tensors (RWKV), which it writes in place."""
-
-    tensors: list[Any]
-
-
 class StateSnapshot:
-    """The state of a layer of a cache, or of the cache itself beside its layers, in attributes `held` by name."""
+    """The state of a layer of a cache, in attributes `held` by name."""
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -42,7 +48,7 @@ class StateSnapshot:
         self._grows = isinstance(owner, DynamicLayer) and not is_sliding
         every, entries = set(vars(owner)), {"keys", "values"}
         # What only grows is cropped.
-        cropped = every if self._is_cropped else {"layers"} | (entries if self._grows else set())
+        cropped = every if self._is_cropped else entries if self._grows else set()
         # The entries of a window, and compressed ones, are replaced, never written in place: a reference holds them.
         self._referenced = every if is_compressed(owner) else entries if isinstance(owner, DynamicLayer) else set()
         self.held = {name: self._hold(name, vars(owner)[name]) for name in every - cropped}
@@ -107,6 +113,12 @@ def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
         layer.crop(-num_removed)
 
 
+def owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
@@ -123,16 +135,8 @@ def held_tensors(cache: Any) -> list[torch.Tensor]:
 
 def layers_of(cache: Any) -> list[Any]:
     """Returns the layers of a cache."""
-    layers: list[Any] = getattr(cache, "layers", [])  # one that holds states alone may have none
+    layers: list[Any] = getattr(cache, "layers", [])  # code of others may return anything
     return layers
-
-
-def mark_unused_layers(cache: Any) -> None:
-    """Replaces layers that are empty after the prefill, as their states are beside them."""
-    # The first layer that counts tokens determines the length of masks, and that would be 0.
-    for index, layer in enumerate(layers_of(cache)):
-        if type(layer) is DynamicLayer and num_entries(layer) == 0:
-            cache.layers[index] = LinearAttentionLayer()
 
 
 def _copied(value: Any, into: Any = None) -> Any:

@@ -16,7 +16,6 @@ from ..tree.walk import Path, longest_path, pick
 from .attention import gqa_without_copies, masked_attention
 from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
-from .experts import experts_of_decoding
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
 from .traits import STATE_KINDS, TargetTraits
@@ -331,9 +330,7 @@ class TargetSession:
         )
         if "logits_to_keep" in model_inputs:  # some models put in their own
             model_inputs["logits_to_keep"] = num_logits
-        # The condition of `generate()`.
-        is_step_of_decoding = num_tokens == 1 and self.model.device.type != "cpu"
-        with gqa_without_copies(), experts_of_decoding() if is_step_of_decoding else nullcontext():
+        with gqa_without_copies():
             return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:

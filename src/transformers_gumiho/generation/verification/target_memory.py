@@ -104,11 +104,6 @@ def memory_of(module: nn.Module) -> TargetMemory:
     return _memories.get(module) or _memories.setdefault(module, TargetMemory())
 
 
-def share_memory(copy: nn.Module, target: nn.Module) -> None:
-    """Lets a copy of a target, which shares its weights, use the target's memory."""
-    _memories[copy] = memory_of(target)
-
-
 def free_memory(target: nn.Module) -> None:
     """
     Frees the memory that calls keep for a target.

@@ -7,15 +7,12 @@ from typing import Any, Union, get_args, get_origin
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
 from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
     COUNT_OF_SLOTS,
-    cache_argument,
-    forward_parameters,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
@@ -23,8 +20,7 @@ from ...internals import (
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
-from .target_states import find_decoder
-from .tree_cache import has_all_entries
+from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS
 
 
 class Unsupported(UserValueError):
@@ -54,8 +50,7 @@ class TargetTraits:
         windows: For each kind of attention layer, as in `layer_types`, the number of tokens that a token attends to;
             `None` for all.
         cache_argument: Name of the argument of `forward` that takes the cache.
-        cache_class: Class of its cache: `DynamicCache` or a subclass. Targets that keep only states have a class of
-            their own, or `list`. `None` for a target without a cache.
+        takes_cache: Whether it takes and returns a `DynamicCache`, which drafts are verified against.
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
             them, and they may be computed from a mask of padding, which passes over trees have not.
         foreign: The [`foreign_code`] in its passes, with which it verifies chains, as far as a trial says.
@@ -69,7 +64,7 @@ class TargetTraits:
     attention: AttentionKind
     windows: dict[str, int | None]
     cache_argument: str
-    cache_class: type | None
+    takes_cache: bool
     unused_outputs: dict[str, bool]
     foreign: frozenset[ForeignFunction]
     has_states: bool
@@ -84,7 +79,7 @@ class TargetTraits:
         kinds = {"full_attention" if kind == _HYBRID else kind for kind in kinds} - _STATELESS
         windows = {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds - STATE_KINDS)}
         attention = attention_kind(target, config, has_windows=any(windows.values()))
-        parameters, cache_name = forward_parameters(target), cache_argument(target)
+        parameters, cache_name = _forward_parameters(target), cache_argument(target)
         foreign = foreign_code(target, attention.registered)
         obstacles = (
             _tree_obstacle(target, config, kinds),
@@ -97,7 +92,7 @@ class TargetTraits:
             attention=attention,
             windows=windows,
             cache_argument=cache_name,
-            cache_class=_cache_class(target, cache_name, parameters.get(cache_name)),
+            takes_cache=_takes_cache(target, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
             foreign=foreign,
             has_states=is_stateful(target) or not kinds.isdisjoint(STATE_KINDS),
@@ -114,16 +109,13 @@ class TargetTraits:
         """Whether its cache says how many tokens it has read. One of states does not."""
         return not self.is_chain and bool(self.windows)
 
-    def make_cache(self) -> Any:
-        """Returns an empty cache, as `generate()` or the target makes it; `None` if the first pass makes it."""
-        own: Any = self.cache_class
-        if own is None or own is DynamicCache:
-            return DynamicCache(config=self.config)
-        return own() if _is_derived(own) else None
+    def make_cache(self) -> DynamicCache:
+        """Returns an empty cache, as `generate()` makes it."""
+        return DynamicCache(config=self.config)
 
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
-        if not has_all_entries(cache):
+        if not _has_all_entries(cache):
             keys = (getattr(layer, "keys", None) for layer in cache.layers)
             held = [own.shape[2] for own in keys if own is not None]
             raise Unsupported(
@@ -133,14 +125,53 @@ class TargetTraits:
             )
 
 
+def _forward_parameters(target: PreTrainedModel) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a target's `forward` by name; with `**kwargs`, also those of one that it overrides."""
+    found: dict[str, inspect.Parameter] = {}
+    overridden = (vars(kind)["forward"] for kind in type(target).__mro__ if "forward" in vars(kind))
+    for forward in (target.forward, *overridden):
+        parameters = inspect.signature(forward).parameters
+        found = {**parameters, **found}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def cache_argument(target: PreTrainedModel) -> str:
+    """Returns the name of the cache in the target's arguments and outputs, which depended on its class before 5.24."""
+    names = _forward_parameters(target)
+    if CACHE_NAME == "cache":
+        return CACHE_NAME if CACHE_NAME in names or "state" not in names else "state"
+    if "mamba" in type(target).__name__.lower():
+        return "cache_params"
+    return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
+
+
+def is_convertible(cache: Any) -> bool:
+    """Whether a tree's cache can take over the entries of `cache`."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS for layer in cache.layers)
+    )
+
+
+def _has_all_entries(cache: DynamicCache) -> bool:
+    """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
+    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    length = cache.get_seq_length() if filled else 0  # states alone count no tokens
+    return all(
+        min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
+        for layer in filled
+    )
+
+
 def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
     has_states = is_stateful(target) or not kinds.isdisjoint(STATE_KINDS)
     unsupported = sorted(kinds - TREE_ATTENTION - STATE_KINDS)
     if unsupported or (has_states and not holds_tree(target.get_decoder())):
         what = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
         return f"has {what}, whose state cannot hold the branches of a draft tree"
-    if not keeps_dynamic_cache(target):
-        return "keeps a cache of its own class, whose entries cannot be taken over"
     if kinds <= STATE_KINDS:
         return None
     takes_positions = "position_ids" in inspect.signature(target.forward).parameters
@@ -172,32 +203,13 @@ def _foreign_obstacle(foreign: frozenset[ForeignFunction]) -> str | None:
     return f"runs code that is not transformers' own ({names[0]})" if names else None
 
 
-def _cache_class(target: PreTrainedModel, name: str, parameter: inspect.Parameter | None) -> type | None:
+def _takes_cache(target: PreTrainedModel, parameter: inspect.Parameter | None) -> bool:
+    if parameter is None or not keeps_dynamic_cache(target):
+        return False
     # XLM has an older argument of this name, which is a dictionary.
-    if parameter is None or dict in _annotated(parameter):
-        return None
-    if keeps_dynamic_cache(target):
-        return DynamicCache
-    parameter = inspect.signature(find_decoder(target).forward).parameters.get(name)
-    kinds = () if parameter is None else _annotated(parameter)
-    return next((kind for kind in kinds if _is_derived(kind) or _holds_states(kind)), None)
-
-
-def _annotated(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    """Returns the types that the annotation of a parameter allows."""
     is_union = get_origin(parameter.annotation) in (Union, UnionType)
     kinds = get_args(parameter.annotation) if is_union else (parameter.annotation,)
-    return tuple(get_origin(kind) or kind for kind in kinds)
-
-
-def _is_derived(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, DynamicCache)
-
-
-def _holds_states(kind: Any) -> bool:
-    # An annotation that is a string or missing says nothing.
-    says_nothing = not isinstance(kind, type) or kind in (Any, inspect.Parameter.empty)
-    return not says_nothing and not issubclass(kind, (Cache, type(None)))
+    return dict not in [get_origin(kind) or kind for kind in kinds]
 
 
 def _hands_on_positions(target: PreTrainedModel) -> bool:

@@ -9,20 +9,17 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
 )
 
 from ...internals import mark_static_address
 from ..tree.draft_tree import DraftTree, tree_attention_mask
 from ..tree.uploads import upload
+from .rollback import STATE_LAYERS, owned
 from .target_memory import StaticMemory
 from .tree_states import CONVOLUTIONS, RECURRENCES, TreeStates
 
@@ -32,39 +29,6 @@ GROWTH = 512
 # A copy of the cache needs this share of it twice at a time, or this many bytes where that is more.
 MOVED_SHARE = 1 / 16
 MOVED_BYTES = 2**26
-
-# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
-# where a layer reads the keys and values of another one; earlier ones leave such layers out.
-CONVERTIBLE_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
-)
-# Layers that hold states, beside keys and values or alone.
-STATE_LAYERS = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
-
-
-def is_convertible(cache: Any) -> bool:
-    """Whether [`TreeCache.from_dynamic`] can take over the entries of `cache`."""
-    return (
-        isinstance(cache, DynamicCache)
-        and not cache.offloading
-        and all(type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS for layer in cache.layers)
-    )
-
-
-def has_all_entries(cache: DynamicCache) -> bool:
-    """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
-    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    length = cache.get_seq_length() if filled else 0  # states alone count no tokens
-    return all(
-        min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
-        for layer in filled
-    )
 
 
 class TreeCacheLayer(DynamicLayer):
@@ -83,12 +47,6 @@ class _Span:
 
     first: int
     size: int
-
-
-def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 class TreeCache(Cache):

@@ -9,10 +9,8 @@ import math
 import threading
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...internals import in_eval_mode, weights_version
@@ -20,6 +18,7 @@ from .chains import ChainCache
 from .placement import input_device
 from .precision import NARROW, computing_precisely, rounds_products
 from .rollback import held_tensors
+from .target_memory import memory_of
 from .traits import TargetTraits, Unsupported
 
 
@@ -47,8 +46,7 @@ class Verdict:
     weights: Any
 
 
-# Of each target by its embedding. The oldest go first.
-_verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Verdict]] = WeakKeyDictionary()
+# The oldest go first.
 MAX_VERDICTS = 16
 _recording = threading.Lock()
 
@@ -91,12 +89,12 @@ def _find_verdict(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> 
         (traits.attention.name, traits.foreign),
         (target.dtype, input_device(target), target.use_kernels),
     )
-    known = _verdicts.get(target.get_input_embeddings(), {}).get(key)
+    verdicts = memory_of(target).verdicts
+    known: Verdict | None = verdicts.get(key)
     if known is not None and (known.obstacle is None or known.weights == weights_version(target)):
         return known
     verdict = Verdict(_try(target, traits, rows), weights_version(target))
     with _recording:
-        verdicts = _verdicts.setdefault(target.get_input_embeddings(), {})
         while len(verdicts) >= MAX_VERDICTS:
             del verdicts[next(iter(verdicts))]
         verdicts[key] = verdict
@@ -175,9 +173,7 @@ class Trial:
     ):
         self.target, self.traits, self.tokens, self.mask, self.num_prompt = target, traits, tokens, mask, num_prompt
         self.cache = traits.make_cache()
-        outputs = self._run(tokens[:, :num_prompt], num_prompt)
-        if self.cache is None:
-            self.cache = outputs[traits.cache_argument]
+        self._run(tokens[:, :num_prompt], num_prompt)
         if not held_tensors(self.cache):
             raise ValueError(
                 f"it added nothing to the cache in its argument `{traits.cache_argument}`, the name that this release "

@@ -1,4 +1,4 @@
-"""`gumiho benchmark`: compares all ways of decoding a target, and writes the results."""
+"""`gumiho benchmark`: compares ways of decoding a target, and writes the results."""
 
 import json
 import platform
@@ -14,6 +14,7 @@ from ...commands import REQUIRED, as_user_errors, make_folder, option
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import input_device
 from ...training.data.fingerprint import model_fingerprint
+from ...training.data.run_files import ask_before_deleting
 from ..measuring.prompts import read_prompts
 from ..pairs import DraftingArguments, load_pair, prompts_field
 from .modes import decoding_modes
@@ -29,35 +30,39 @@ class BenchmarkArguments(DraftingArguments):
     output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
     num_prompts: int | None = option("Number of prompts (default: all).", at_least=1)
     prompts_per_category: int | None = option("Number of prompts of each category (default: all).", at_least=1)
-    modes: list[str] = option("Modes to run besides plain, e.g. `gumiho` (default: all).", [])
-    draft_model: str | None = option("Small language model for transformers' assisted generation.")
+    modes: list[str] = option(
+        "Modes to run besides plain (default: prompt lookup, gumiho, and gumiho with prompt lookup).", []
+    )
+    draft_model: str | None = option("Small language model for the mode `assisted generation`.")
     temperatures: list[float] = option("Sampling temperatures; 0 is greedy.", [0.0], at_least=0)
     batch_sizes: list[int] = option("Batch sizes.", [1], at_least=1)
-    tree_sizes: list[int] = option("Also benchmark trees with these numbers of draft tokens.", [], at_least=1)
-    compiled: bool = option("Also benchmark compiled models, with and without the drafter.", False)
     max_new_tokens: int = option("Maximum number of tokens per prompt.", 128, at_least=1)
     seed: int = option("Seed for sampling.", 0)
-    resume: bool = option("Continue an earlier run with the same settings; more prompts are allowed.", False)
+    restart: bool = option("Delete what an earlier run measured, and begin anew.", False)
+    yes: bool = option("Delete it without asking.", False)
 
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
-    Benchmarks a drafter against plain, prompt-lookup and assisted decoding, in turns, and writes `samples.jsonl`,
-    `summary.json`, `summary.md` and pictures into `args.output_dir`. An interrupted run writes what it has, and
-    `args.resume` continues it.
+    Compares a drafter with plain decoding and prompt lookup, or the ways of decoding in `args.modes`, in turns, and
+    writes `samples.jsonl`, `summary.json`, `summary.md` and pictures into `args.output_dir`. A stopped run writes what
+    it has. The same options continue it, also with more prompts.
 
     Returns:
         The rows of the summary.
 
     Raises:
         KeyboardInterrupt: The run was interrupted.
-        ValueError: The options do not name both models, `args.modes` names an unknown mode, or `args.resume` finds a
-            run with other settings.
+        ValueError: The options do not name both models, `args.modes` names an unknown mode, or the folder holds a run
+            with other settings.
     """
     # Imported here, because it needs matplotlib.
     from .plots import plot_summary
 
     folder = Path(args.output_dir)
+    measured = folder / "samples.jsonl"
+    if args.restart and measured.exists() and not args.yes:
+        ask_before_deleting(f"--restart deletes {measured} ({measured.stat().st_size / 1e3:,.1f} kB)")
     questions = read_prompts(args.prompts, num_prompts=args.num_prompts, per_category=args.prompts_per_category)
     make_folder(folder)
     target, tokenizer, drafter = load_pair(args)
@@ -68,7 +73,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
             draft_model = AutoModelForCausalLM.from_pretrained(
                 args.draft_model, dtype=target.dtype, device_map=input_device(target)
             )
-    modes = decoding_modes(drafter, draft_model, args.tree_sizes, args.compiled, args.modes)
+    modes = decoding_modes(drafter, args.modes, draft_model)
     # What a run must share with a run that it continues.
     conditions = {
         "machine": machine_name(input_device(target)),
@@ -81,7 +86,9 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     }
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
-    journal = Journal(folder / "samples.jsonl", conditions | options, args.resume)
+    if args.restart:
+        measured.unlink(missing_ok=True)
+    journal = Journal(measured, conditions | options)
     samples: list[Sample] = []
     stopped = False
     try:
@@ -100,7 +107,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
     plot_summary(rows, folder)
     if stopped:
-        raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and --resume continues.")
+        raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and the same command continues.")
     return rows
 
 

@@ -1,5 +1,6 @@
 """The ways of decoding that a benchmark compares."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,55 +15,68 @@ from ..measuring.modes import PLAIN, DecodingMode
 COMPILED = ", compiled"
 PLAIN_COMPILED = PLAIN.name + COMPILED
 PROMPT_LOOKUP = "prompt lookup"
+GUMIHO = "gumiho"
 ASSISTED = "assisted generation"
 # The setting of transformers' documentation.
 PROMPT_LOOKUP_TOKENS = 10
 
 
 def decoding_modes(
-    drafter: GumihoModel,
-    draft_model: PreTrainedModel | None = None,
-    tree_sizes: Sequence[int] = (),
-    compiled: bool = False,
-    names: Sequence[str] = (),
+    drafter: GumihoModel, names: Sequence[str] = (), draft_model: PreTrainedModel | None = None
 ) -> list[DecodingMode]:
     """
     Returns ways of decoding, plain first.
 
     Args:
         drafter: The Gumiho drafter, with the settings to compare.
+        names: Names of the ways besides plain decoding; by default prompt lookup, the drafter, and the drafter with
+            prompt lookup (without it, where its settings have it).
         draft_model: A small causal language model for transformers' own assisted generation, if any.
-        tree_sizes: Numbers of drafted tokens of further trees.
-        compiled: Also decode with compiled models and static caches, with the drafter and without.
-        names: Names of the ways besides plain decoding; by default all.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: A name is unknown, `draft_model` is missing, or it is in no mode.
     """
     gumiho, lookup = {"assistant_model": drafter}, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-    modes = [PLAIN, DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1)]
-    if draft_model is not None:
-        modes.append(DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1))
-    modes.append(DecodingMode("gumiho", gumiho))
     if drafter.generation_config.prompt_lookup_num_tokens:
-        modes.append(DecodingMode("gumiho without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None}))
+        other = DecodingMode(f"{GUMIHO} without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None})
     else:
-        modes.append(DecodingMode("gumiho with prompt lookup", gumiho | lookup))
+        other = DecodingMode(f"{GUMIHO} with prompt lookup", gumiho | lookup)
+    usual = [DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1), DecodingMode(GUMIHO, gumiho), other]
+    if (draft_model is not None) != (ASSISTED in names):
+        raise UserValueError(f"--modes '{ASSISTED}' and --draft_model belong together: give both or neither.")
+    static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
+    known = {mode.name: mode for mode in [PLAIN, *usual]}
+    known[ASSISTED] = DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1)
+    known[PLAIN_COMPILED] = DecodingMode(PLAIN_COMPILED, static)
+    known[GUMIHO + COMPILED] = DecodingMode(GUMIHO + COMPILED, gumiho | static)
+    for name in names or [mode.name for mode in usual]:
+        if name not in known and (settings := _tree_settings(drafter, name)) is not None:
+            # A measured `break_even` belongs to the tuned tree.
+            known[name] = DecodingMode(name, gumiho, {"break_even": None} | settings)
+        elif name not in known:
+            choices = ", ".join(f"'{choice}'" for choice in [*known, *_trees(drafter), "tree of N", "chain of N"])
+            raise UserValueError(f"There is no mode {name!r}. Choose from {choices}.")
+    chosen = dict.fromkeys([PLAIN.name, *(names or [mode.name for mode in usual])])
+    return [known[name] for name in chosen]
+
+
+def _tree_settings(drafter: GumihoModel, name: str) -> dict[str, Any] | None:
+    """Returns the settings of another tree, by its name; `None` if the drafter has no such tree."""
+    sized = re.fullmatch(r"(tree|chain) of ([1-9]\d*)", name)
+    if sized is None:
+        return _trees(drafter).get(name)
+    size = int(sized[2])
+    if sized[1] == "tree":
+        return {"num_assistant_tokens": size}
+    if size > drafter.config.max_draft_depth:
+        return None
+    return {"branching_factor": 1, "num_assistant_tokens": size, "tree_depth": size}
+
+
+def _trees(drafter: GumihoModel) -> dict[str, dict[str, Any]]:
+    """Returns the settings of trees that lack a part of the method, by their names."""
     trees: dict[str, dict[str, Any]] = {"gumiho without FTA": {"full_tree_attention": False}}
-    for length in (3, 5, 7):
-        if length <= drafter.config.max_draft_depth:
-            chain = {"branching_factor": 1, "num_assistant_tokens": length, "tree_depth": length}
-            trees[f"chain of {length}"] = chain
     if not drafter.config.is_block:
         trees["serial head only"] = {"tree_depth": drafter.config.num_serial_tokens}
         trees["one serial token"] = {"tree_depth": 1}
-    trees |= {f"tree of {size}": {"num_assistant_tokens": size} for size in tree_sizes}
-    # A measured `break_even` belongs to the tuned tree.
-    modes += [DecodingMode(name, gumiho, {"break_even": None} | settings) for name, settings in trees.items()]
-    if compiled:
-        static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
-        modes += [DecodingMode(PLAIN_COMPILED, static), DecodingMode(f"gumiho{COMPILED}", gumiho | static)]
-    if unknown := set(names) - {mode.name for mode in modes}:
-        known = ", ".join(f"'{mode.name}'" for mode in modes)
-        raise UserValueError(f"There is no mode {min(unknown)!r}. Choose from {known}.")
-    return [mode for mode in modes if mode is PLAIN or not names or mode.name in names]
+    return trees

@@ -20,7 +20,6 @@ from ...training.data.run_files import (
     check_begun_with,
     complete_lines,
     cut_incomplete_line,
-    settings_file,
 )
 from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question
@@ -55,15 +54,12 @@ class Journal:
     samples of the file by the key of their batch. `settings` are the conditions of the measurements, kept beside it.
 
     Raises:
-        ValueError: With `resume`: the file was begun with other settings or by another version, or is damaged.
+        ValueError: The file was begun with other settings or by another version, or is damaged.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], resume: bool):
+    def __init__(self, path: Path, settings: dict[str, Any]):
         self._path = path
-        if not resume:
-            path.unlink(missing_ok=True)
-            settings_file(path).unlink(missing_ok=True)
-        check_begun_with(path, settings)
+        check_begun_with(path, settings, "Begin anew with --restart, or name another --output_dir.")
         cut_incomplete_line(path)
         rows = map(json.loads, complete_lines(path))
         try:
@@ -71,7 +67,7 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise UserValueError(
                 f"{str(path)!r} holds a line that is damaged, or that another version of this package wrote. Begin "
-                f"anew without --resume, or name another --output_dir."
+                f"anew with --restart, or name another --output_dir."
             ) from error
 
     def append(self, key: str, samples: Sequence[Sample]) -> None:

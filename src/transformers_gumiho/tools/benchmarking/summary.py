@@ -15,7 +15,7 @@ OVERALL = "overall"
 _BASELINES = (PROMPT_LOOKUP, ASSISTED, PLAIN_COMPILED)
 _BOOTSTRAP_SAMPLES = 2000
 _HEADER = (
-    "| mode | tokens/s (quartiles) | speed-up (95% interval) | tau (by prompt) | tokens per pass (paused) | "
+    "| prompts | mode | tokens/s (quartiles) | speed-up (95% interval) | tau (by prompt) | tokens per pass (paused) | "
     "draft / verify / rest | equal to plain |"
 )
 _COLUMNS = """\
@@ -210,17 +210,21 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def markdown(rows: Sequence[SummaryRow]) -> str:
-    """Returns one table per temperature, batch size and category, and what the columns mean."""
-    sections = []
+    """Returns a table with the modes of each category, temperature and batch size, and notes on the overall ones."""
+    lines, notes = [_HEADER, "|---" * 8 + "|"], []
     for section in dict.fromkeys((row.temperature, row.batch_size, row.category) for row in rows):
         temperature, batch_size, category = section
         chosen = [row for row in rows if (row.temperature, row.batch_size, row.category) == section]
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        title = f"### {category}, {way}, batch size {batch_size} ({chosen[0].num_samples} batches)"
-        lines = [title, "", _HEADER, "|---" * 7 + "|", *map(_line, chosen)]
-        lines += [
-            f"\n{row.mode}: the drafter was paused in {row.paused_share:.0%} of the passes, because a drafted pass "
-            f"costs {row.break_even:.1f} steps of plain decoding here. `--break_even 1` never pauses."
+        where = f"{category}, {way}, batch size {batch_size}"
+        # The first line of a section names it.
+        titles = [f"{where} ({chosen[0].num_samples} batches)", *[""] * (len(chosen) - 1)]
+        lines += [f"| {title} {_line(row)}" for title, row in zip(titles, chosen, strict=True)]
+        if category != OVERALL:
+            continue
+        notes += [
+            f"{where}, {row.mode}: the drafter was paused in {row.paused_share:.0%} of the passes, because a drafted "
+            f"pass costs {row.break_even:.1f} steps of plain decoding here. `--break_even 1` never pauses."
             for row in chosen
             if row.break_even is not None
         ]
@@ -228,16 +232,14 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         for baseline in dict.fromkeys(name for row in chosen for name in row.against):
             found = [(row.mode, row.against[baseline]) for row in chosen if baseline in row.against]
             ratios = [f"{mode} {_ratio(of)}, faster in {of.num_faster} of {of.num_samples}" for mode, of in found]
-            told = "; ".join(ratios)
-            lines += ["", f"Speed against {baseline} on the same prompts (median, its 95% interval): {told}."]
-        if (spread := max(row.repeat_spread or 0.0 for row in chosen)) > _IDLE_SPREAD:
-            lines += [
-                "",
-                f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long "
-                f"(limit {_IDLE_SPREAD}). Close other programs and run the benchmark again.",
-            ]
-        sections.append("\n".join(lines))
-    return "\n\n".join([*sections, _COLUMNS])
+            of_all = "; ".join(ratios)
+            notes.append(f"{where}: speed against {baseline} on the same prompts (median, 95% interval): {of_all}.")
+    if (spread := max(row.repeat_spread or 0.0 for row in rows)) > _IDLE_SPREAD:
+        notes.append(
+            f"**The machine was not idle:** a repeat of plain decoding took up to {spread:.2f} times as long "
+            f"(limit {_IDLE_SPREAD}). Close other programs and begin the benchmark anew with --restart."
+        )
+    return "\n\n".join(["\n".join(lines), *notes, _COLUMNS])
 
 
 def _ratio(comparison: Comparison) -> str:

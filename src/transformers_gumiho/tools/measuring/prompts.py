@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ...commands import UserValueError
 from ...files import read_text
-from ...training.data.datasets import JSON_LINE, MalformedRowError, load_conversations, parse_row
+from ...training.data.datasets import JSON_LINE, MalformedRowError, load_conversations, parse_row, read_pair
 
 
 logger = logging.get_logger(__name__)
@@ -34,8 +34,9 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
 
     Args:
         name: A JSONL, JSON or Parquet file, or a dataset: a folder or a name on the Hub, which may end in `:` and the
-            name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`
-            or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else the first.
+            name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`,
+            `instruction` (and `input`), `question` or `text`, and maybe `category` and `question_id`. Of several
+            splits, `test` is read, or else the first.
         num_prompts: Maximum number of questions. By default all.
         per_category: Maximum number of questions per category. By default all.
 
@@ -84,7 +85,7 @@ def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:
         row = parse_row(row)
     except MalformedRowError as error:
         raise UserValueError(f'{where} {error}. Give a JSON object, such as {{"prompt": "..."}}.') from error
-    found = row.get("turns") or row.get("prompt") or row.get("text")
+    found = row.get("turns") or read_pair(row)[0] or row.get("text")
     if not found:
         raise UserValueError(f"{where} has the columns {sorted(row)}, and needs 'turns' or 'prompt' or 'text'.")
     turns = tuple(found) if isinstance(found, (list, tuple)) else (found,)

@@ -15,11 +15,14 @@ from ...model.modeling_gumiho import GumihoModel
 from .cycles import CONTEXT, INCOMPLETE, Cycle, watch_cycles
 
 
+Source = Literal["draft", "pause", "target"]
+
+
 class Piece(NamedTuple):
     """A piece of an answer, in complete characters. `source` is "draft" if it holds accepted drafts alone."""
 
     text: str
-    source: Literal["draft", "pause", "target"]
+    source: Source
 
     @property
     def is_draft(self) -> bool:
@@ -82,7 +85,7 @@ class Answer(BaseStreamer):
         self._tokenizer, self._has_cycles, self._start = tokenizer, has_cycles, time.perf_counter()
         self._num_written = 0
         self._context: list[int] | None = None  # of the piece to come; none before the prompt
-        self._piece: list[tuple[int, str]] = []
+        self._piece: list[tuple[int, Source]] = []
         self.progress = "generating"
 
     def put(self, value: torch.Tensor) -> None:
@@ -106,7 +109,7 @@ class Answer(BaseStreamer):
         self._write()
         self._hand_on(is_last=True)
 
-    def _write(self, num_drafts: int = 0, source: Literal["pause", "target"] = "target") -> None:
+    def _write(self, num_drafts: int = 0, source: Source = "target") -> None:
         """Hands on the tokens that have come. The first ones are accepted drafts; the others come from `source`."""
         for index, token in enumerate(self.tokens[self._num_written :]):
             self._piece.append((token, "draft" if index < num_drafts else source))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from .datasets import MalformedRowError, parse_row
+from .datasets import MalformedRowError, parse_row, read_pair
 
 
 # Who speaks, as datasets write it and as chat templates want it.
@@ -19,7 +19,7 @@ _CONVERSATION = ("messages", "conversations", "conversation")
 _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # beside the text, which means nothing without them
 _TEXT_CHARACTERS = 200  # of a text without a question, the target continues these
-_FORMS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
+_FORMS = "`messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, or `text`"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
 
     Args:
         row: `messages`, `conversations` or `conversation` (a list of `role` and `content`, or of `from` and `value`),
-            `prompt` and `completion` (text, or lists of messages), or `text`; or one line of JSON with any of these.
+            `prompt` and `completion` (text, or lists of messages) or other names of them (`instruction`, `input` and
+            `output`; `question` and `answer`), or `text`; or one line of JSON with any of these.
             `system` (or `system_prompt`) is the system prompt of a conversation without one. `tools`, `documents` and
             `chat_template_kwargs` are for the template. Where `ended` is false, the last answer was cut at a limit.
         has_template: Whether the target's tokenizer has a chat template; without one a text prompt is taken as it is.
@@ -112,7 +113,7 @@ def first_question(row: Mapping[str, Any]) -> str | None:
 def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:
     """Returns the messages of a row, the first one that may be trained on, and for a text the column of it."""
     name = next((name for name in _CONVERSATION if name in row), None)
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt, completion = read_pair(row)
     if name is not None:
         return _parsed(row[name]), 0, ""
     if prompt is not None and (completion is not None or not (answered or row.get("text"))):
@@ -121,7 +122,7 @@ def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> t
             prompt = [{"role": "user", "content": prompt}]
             completion = completion and [{"role": "assistant", "content": completion}]
         if not isinstance(prompt, list) or not isinstance(completion or [], list):
-            raise MalformedRowError("`prompt` and `completion` are neither both text nor both messages")
+            raise MalformedRowError("its question and answer are neither both text nor both messages")
         return prompt + (completion or []), len(prompt), "completion" if is_text and not has_template else ""
     if not row.get("text"):
         raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")

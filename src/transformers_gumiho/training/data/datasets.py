@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 # The column under which the lines of a JSONL file travel until they are parsed: a broken one costs only itself.
 JSON_LINE = "json_line"
+# The columns of a question and its answer, as TRL, Alpaca, Dolly and others name them, and of an instruction's input.
+_QUESTIONS = ("prompt", "instruction", "question", "query")
+_ANSWERS = ("completion", "output", "response", "answer")
+_INPUTS = ("input", "context")
 # Who reads a file. JSON may begin with a mark of its encoding; bytes that are no UTF-8 become escapes that it lacks.
 _LINES: dict[str, Any] = {"path": "text", "encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
 _READERS: dict[str, dict[str, Any]] = {".jsonl": _LINES}
 _READERS |= {f".{kind}": {"path": kind} for kind in ("json", "parquet")}
 # Texts of a table stay as they are, such as `None`, `NA` and `007`. An empty field holds nothing.
-_TEXTS = dict.fromkeys(("prompt", "completion", "text", "system", "system_prompt"), str)
+_TEXTS = dict.fromkeys((*_QUESTIONS, *_ANSWERS, *_INPUTS, "text", "system", "system_prompt"), str)
 _READERS[".csv"] = {"path": "csv", "keep_default_na": False, "na_values": [""], "converters": _TEXTS}
 
 
@@ -130,6 +134,18 @@ def parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise MalformedRowError("is not a JSON object")
     return {name: value for name, value in row.items() if value is not None}
+
+
+def read_pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """
+    Returns the prompt of a row and its completion, each `None` where it has none. In rows of Alpaca and Dolly, the
+    prompt is the instruction and, after an empty line, its input.
+    """
+    prompt, completion = (next((row[name] for name in names if name in row), None) for names in (_QUESTIONS, _ANSWERS))
+    given = next((row[name] for name in _INPUTS if row.get(name)), None)
+    if given and "prompt" not in row and "instruction" in row:
+        prompt = f"{prompt}\n\n{given}"
+    return prompt, completion
 
 
 def _without_none(value: Any) -> Any:

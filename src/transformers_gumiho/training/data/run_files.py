@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -106,9 +107,20 @@ class Record:
             os.replace(unfinished, self.path)
 
 
-def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
+def ask_before_deleting(what: str, can_ask: bool = True) -> None:
+    """Asks whether to delete what a sentence names; raises `ValueError` if not, or where nobody can be asked."""
+    if not can_ask or not sys.stdin.isatty():
+        raise UserValueError(f"{what}. Give --yes to delete them, or leave --restart out to continue.")
+    if input(f"{what}. Delete them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UserValueError("Nothing was deleted. Leave --restart out to continue.")
+
+
+def check_begun_with(
+    path: Path, settings: dict[str, Any], instead: str = "Write into another file or delete this one."
+) -> None:
     """
-    Writes the settings of a file next to it, or compares them with those that are there.
+    Writes the settings of a file next to it, or compares them with those that are there. `instead` is what to do
+    where they differ.
 
     Raises:
         ValueError: The file was begun with other settings, or the file of the settings is damaged.
@@ -116,7 +128,7 @@ def check_begun_with(path: Path, settings: dict[str, Any]) -> None:
     """
     has_rows = path.exists() and path.stat().st_size > 0
     if has_rows and settings_file(path).exists():
-        Record(settings_file(path)).check(settings, "Write into another file or delete this one.")
+        Record(settings_file(path)).check(settings, instead)
     else:
         settings_file(path).unlink(missing_ok=True)
         Record(settings_file(path)).write(settings)

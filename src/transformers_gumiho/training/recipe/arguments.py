@@ -22,6 +22,12 @@ from .recipes import RECIPES
 _MAX_NEW_TOKENS, _MAX_LENGTH = (2048, 4096) if torch.accelerator.is_available() else (512, 2048)
 _TOKENS_PER_PASS = 16_384 if torch.accelerator.is_available() else 2048
 _REPORTS = {"mlflow", "tensorboard", "trackio", "wandb"}  # whose libraries are missed here, not after the writing
+_ADAPTERS = """\
+The command trains drafters, not adapters: leave --lora_rank out. In code, `GumihoTrainer` takes a `PeftModel`:
+
+    gumiho = GumihoModel.from_pretrained("{drafter}", dtype="float32")
+    adapted = get_peft_model(gumiho, LoraConfig(r={rank}, target_modules=["q_proj", "v_proj", "fc", "linear"]))
+    GumihoTrainer(adapted, args, target=target, train_dataset=dataset).train()"""
 STAGES = ["write", "features", "train", "tune", "evaluate"]
 
 
@@ -131,15 +137,14 @@ class RecipeArguments(WritingArguments):
     target_layer_ids: list[int] | None = option(
         "Layers of the target that the serial head reads (default: the last one)."
     )
-    lora_rank: int = option("Train LoRA adapters of this rank, of `--drafter`.", 0, at_least=0)
+    lora_rank: int = option("An error, which shows how to train adapters in code.", 0)
     calibrate: bool = option("Fit the draft temperature of each depth after training.", True)
-    num_acceptance_prompts: int = option(
-        "Held-out prompts to measure tau on; needs --cache_features false.", 0, at_least=0
-    )
     num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18, at_least=0)
     measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64, at_least=1)
 
     def check(self) -> None:
+        if self.lora_rank:
+            raise UserValueError(_ADAPTERS.format(rank=self.lora_rank, drafter=self.drafter or "DRAFTER"))
         if self.recipe not in RECIPES:
             raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
@@ -151,14 +156,6 @@ class RecipeArguments(WritingArguments):
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
         _check_precision("features_dtype", self.features_dtype)
-        if self.lora_rank and self.drafter is None:
-            raise UserValueError("--lora_rank trains adapters of an existing drafter: give it with --drafter.")
-        new_parts = (self.num_parallel_heads, self.transition_rank, self.target_layer_ids)
-        if self.lora_rank and any(part is not None for part in new_parts):
-            raise UserValueError(
-                "Adapters hold neither parallel heads, transitions nor a fusion of layers: train these without "
-                "--lora_rank, on the merged drafter."
-            )
 
 
 def _check_precision(name: str, value: str) -> None:
@@ -181,12 +178,6 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
     if not training_args.muon and training_args.optim_target_modules is None:  # which are the drafter's
         with as_user_errors():  # of a library that is missing, here rather than after the writing
             Trainer.get_optimizer_cls_and_kwargs(training_args, torch.nn.Linear(1, 1))
-    if args.num_acceptance_prompts and (args.features is not None or args.cache_features == "true"):
-        raise UserValueError("--num_acceptance_prompts needs the target: no --features, but --cache_features false.")
-    if args.lora_rank and part:
-        raise UserValueError(
-            "--train_only trains a part of the drafter itself: leave --lora_rank or --train_only out."
-        )
     if training_args.linear_start and has_drafter:
         raise UserValueError("--linear_start is for new drafters: leave --drafter or --linear_start out.")
     if part in ("parallel", "transition") and not has_drafter:
@@ -234,7 +225,7 @@ HELP = {
         "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
         "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
     ],
-    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "lora_rank", "train_only",
+    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "train_only",
         "linear_start", "draft_vocabulary_size",
     ],
     "training": [
@@ -247,7 +238,6 @@ HELP = {
         "parallel_weight", "loss_chunk_size",
     ],
     "scores": [
-        "num_acceptance_prompts", "acceptance_max_new_tokens", "calibrate", "num_measured_prompts",
-        "measured_new_tokens",
+        "calibrate", "num_measured_prompts", "measured_new_tokens",
     ],
 }  # fmt: skip

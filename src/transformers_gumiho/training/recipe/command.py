@@ -28,7 +28,7 @@ def run_data_command(words: Sequence[str]) -> None:
     it, run it again with the same options, and it continues.
     """
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
-    check_idle("data", args, words)
+    check_idle(args, words)
     args.check()
     write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
 
@@ -43,7 +43,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     `tune` and `evaluate`.
     """
     args, training_args = _parse(words, {})
-    check_idle("train", args, words)
+    check_idle(args, words)
     if args.drafter == OWN_MTP_LAYERS:
         args.drafter = _own_layers_of(args.target)
     args.check()

@@ -119,8 +119,6 @@ def check_fits(needs: dict[str, Needs], folder: Path, device: torch.device, is_s
 
 def caching_pays(args: RecipeArguments, phases: Sequence[GumihoTrainingArguments], disk: float, folder: Path) -> str:
     """Returns why the states are not worth keeping: empty where they are."""
-    if args.num_acceptance_prompts:
-        return "--num_acceptance_prompts decodes with the target"
     if sum(phase.num_train_epochs for phase in phases) <= 1:
         return "the data is passed once"
     free = shutil.disk_usage(folder).free

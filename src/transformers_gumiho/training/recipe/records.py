@@ -86,6 +86,5 @@ def training_contents(
         "precision": training_args.mixed_precision,  # the launcher's, too
         "tokens_per_step": training_args.tokens_per_step,
         "rows_per_step": training_args.rows_per_step if training_args.tokens_per_step is None else None,
-        "lora_rank": args.lora_rank,
         "drafter": None if start is None else checkpoint_fingerprint(start),
     }  # fmt: skip

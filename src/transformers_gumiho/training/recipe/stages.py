@@ -3,7 +3,6 @@
 import gc
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -31,7 +30,7 @@ from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.open_text import encode_turn
 from ..data.preparation import split_rows
-from ..data.run_files import Record
+from ..data.run_files import Record, ask_before_deleting
 from ..feature_cache import (
     MADE_FROM,
     MANIFEST,
@@ -196,11 +195,7 @@ class Run:
 
     def _ask_before_deleting(self, found: list[Path]) -> None:
         listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
-        what = f"--restart {self.args.restart} deletes {listed}"
-        if self.training_args.world_size > 1 or not sys.stdin.isatty():
-            raise UserValueError(f"{what}. Give --yes to delete them, or leave --restart out to continue.")
-        if input(f"{what}. Delete them? [y/N] ").strip().lower() not in ("y", "yes"):
-            raise UserValueError("Nothing was deleted. Leave --restart out to continue.")
+        ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
 
     def plan(self) -> None:
         """
@@ -359,8 +354,6 @@ class Run:
         """Finds the fastest settings for this machine, or adds a comparison with plain decoding to the card."""
         args = self.args
         missing = "--target" if args.target is None else "--data" if args.features is not None else None
-        if args.lora_rank:
-            missing = "a drafter that is no adapter"
         num_prompts = 0 if missing else self._write_prompts()
         if stage == "tune" and num_prompts == 1:
             missing = "two prompts: one chooses the settings, the other times them"

@@ -30,8 +30,7 @@ from .. import (
 )
 from ..checkpoints import has_weights
 from ..checks import check_is_trained_here
-from ..data.conversations import first_question
-from ..data.open_text import encode_turn, load_tokenizer
+from ..data.open_text import load_tokenizer
 from ..data.preparation import held_out_numbers
 from ..data.run_files import Record, forced_differences
 from ..feature_cache import MADE_FROM, TARGET_FOLDER
@@ -39,10 +38,7 @@ from .arguments import RecipeArguments
 from .progress import Bar, Progress
 from .recipes import RECIPES
 from .records import training_contents
-from .writing import num_positions, row_length, say
-
-
-_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "linear"]
+from .writing import row_length, say
 
 
 @dataclass
@@ -139,7 +135,7 @@ class Training:
         """Returns the trainer of a phase that begins with the drafter `start`, or has ended in it with a `state`."""
         source = self.load_source()
         with unsplit_models(training_args):
-            drafter = _make_drafter(self.args, start, self.fields, source, is_trained=state is not None)
+            drafter = _make_drafter(start, self.fields, source)
         progress = Progress(phase)
         trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
         trainer.remove_callback(PrinterCallback)
@@ -171,7 +167,7 @@ class Training:
         """
         args = self.args
         if trainer.eval_dataset is not None:
-            if args.calibrate and not args.lora_rank and (temperatures := trainer.calibrate()):
+            if args.calibrate and (temperatures := trainer.calibrate()):
                 say(f"draft temperatures: {temperatures}")
             trainer.save_metrics("eval", trainer.evaluate())
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
@@ -259,15 +255,7 @@ def online_data(
         train_rows, report = prepared(args, tokenizer, target_config, rows)
         eval_rows = prepared_held_out(args, tokenizer, target_config, held_out)
     say(f"training data: {report}")
-    texts = [text for text in map(first_question, held_out or []) if text is not None]
-    prompts = [encode_turn(tokenizer, [text], []) for text in texts[: args.num_acceptance_prompts]]
-    room = num_positions(target_config) - training_args.acceptance_max_new_tokens
-    return {
-        "train_dataset": train_rows,
-        "eval_dataset": eval_rows,
-        "acceptance_prompts": [torch.tensor(ids, device="cpu") for ids in prompts if 0 < len(ids) <= room],
-        "processing_class": tokenizer,
-    }
+    return {"train_dataset": train_rows, "eval_dataset": eval_rows, "processing_class": tokenizer}
 
 
 def prepared(args: RecipeArguments, tokenizer: Any, target_config: Any, rows: Any) -> tuple[Any, Any]:
@@ -292,30 +280,18 @@ def prepared_held_out(args: RecipeArguments, tokenizer: Any, target_config: Any,
 
 
 def _make_drafter(
-    args: RecipeArguments,
     start: str | None,
     fields: dict[str, Any],
     source: PreTrainedModel | CachedFeatures,
-    is_trained: bool = False,
-) -> torch.nn.Module:
+) -> GumihoModel:
     """Returns the drafter to train, or that is trained, in float32: mixed precision is the trainer's affair."""
-    adapter, start = (start, args.drafter) if is_trained and args.lora_rank else (None, start)
     fields = resolved(fields, source.config)
     if start is not None:
         with as_user_errors():
-            drafter = GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
-    elif isinstance(source, CachedFeatures):
-        drafter = source.make_drafter(**fields).float()
-    else:
-        drafter = GumihoModel.from_target(source, **fields).float()
-    if not args.lora_rank:
-        return drafter
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    if adapter is not None:
-        return PeftModel.from_pretrained(drafter, adapter, is_trainable=True)
-    config = LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=_ADAPTED)
-    return get_peft_model(drafter, config)
+            return GumihoModel.from_pretrained(start, dtype=torch.float32, **fields)
+    if isinstance(source, CachedFeatures):
+        return source.make_drafter(**fields).float()
+    return GumihoModel.from_target(source, **fields).float()
 
 
 def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
