@@ -279,8 +279,9 @@ def test_methods_that_a_forward_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("gemma3")
     target.__class__ = type("Own", (type(target),), {"describe": lambda self: "mine"})
     assert not foreign_code(target)
-    plain = modeling_gemma3.Gemma3RMSNorm._norm
-    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", functools.wraps(plain)(handing_on(plain)))
+    kind, name = modeling_gemma3.Gemma3RMSNorm, "_norm"
+    plain = getattr(kind, name)
+    monkeypatch.setattr(kind, name, functools.wraps(plain)(handing_on(plain)))
     assert TargetTraits.of(target).is_chain
 
 

@@ -83,7 +83,7 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
 
 
 def _methods_of_passes(kind: Any) -> list[Any]:
-    """Returns the methods of a class of modules that a pass runs: `forward`, and those that it calls by their names."""
+    """Returns the methods of a class of modules that a pass runs: `forward`, and those that it calls by name."""
     methods = [kind.__call__, kind.forward]
     names: set[str] = set()
     for method in methods:  # grows while it is read
