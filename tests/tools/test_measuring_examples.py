@@ -12,6 +12,7 @@ from typing import Any
 
 import gpu_check
 import measure_agreement
+import measure_recurrent
 import measure_shape
 import numpy as np
 import pytest
@@ -54,6 +55,24 @@ def test_a_cycle_is_measured_in_plain_steps(
     for _, *ways in rows:
         for cycle, ratio in zip(ways[::2], ways[1::2], strict=True):
             assert float(ratio) == pytest.approx(float(cycle) / step, rel=0.02)
+
+
+def test_recorded_drafts_are_replayed_on_a_hybrid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure_recurrent, "SIZE", measure_recurrent.SIZE | {"hidden_size": 32})
+    traces = tmp_path / "traces.jsonl"
+    options = ("--traces", traces, "--trees", 8, "--max_new_tokens", 24)
+    run(measure_recurrent, monkeypatch, *options, "--record", "--num_prompts", 1)
+    run(measure_recurrent, monkeypatch, *options, "--kinds", "qwen3_5_text", "--repeats", 1)
+    row = r"^\| qwen3_5_text \| ([a-z0-9 ]+) \| .* \| ([\d.]+) \| (yes|NO) \|$"
+    found = re.findall(row, capsys.readouterr().out, flags=re.M)
+    assert [name for name, *_ in found] == ["plain", "chain of 7", "tree of 8"]
+    assert {equal for *_, equal in found} == {"yes"}
+    # The texts end within a cycle, so that tau differs a little from the recorded one.
+    for (_, tau, _), line in zip(found[1:], traces.read_text().splitlines(), strict=True):
+        lengths = [len(cycle["accepted"]) for cycle in json.loads(line)["trace"]]
+        assert float(tau) == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
 
 
 def test_a_gpu_is_checked_in_one_table(
