@@ -109,7 +109,7 @@ def extend_paths(
             own = own.gather(2, best)
         levels.append(extend_level(level, own, scores, num_nodes))
         level = levels[-1].first(beam)
-        # 3. Candidate 4 was made for path 1: `4 // 3`. The next head's candidates of that path follow it, scored by it.
+        # 3. Candidate 4 is one of path 1: `4 // 3`. The next head's candidates of that path follow, scored after 4.
         if head + 1 < num_heads:
             scores = gather_rows(log_probs, level.tokens)
             own = gather_rows(indices, level.tokens // num_candidates)
