@@ -95,21 +95,25 @@ def extend_paths(
         beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
     batch_size, num_heads, num_paths, num_candidates = tokens.shape
-    # An index for each candidate, counted over all heads and paths.
+    # 1. An index for each candidate, counted over all heads and paths. With 2 paths and 3 candidates each, the first
+    # head has 0 1 2 under path 0 and 3 4 5 under path 1, the second head 6 to 11. Levels hold indices until step 4.
     indices = torch.arange(num_heads * num_paths * num_candidates, device=tokens.device)
     indices = indices.view(1, -1, num_candidates).expand(batch_size, -1, -1)
     level, scores, own = last_level.first(num_paths), log_probs[:, 0, :, 0], indices[:, :num_paths]
     log_probs, indices = log_probs[:, 1:].flatten(1, 3), indices[:, num_paths:]  # under each candidate and path
     levels: list[DraftLevel] = []
     for head in range(num_heads):
+        # 2. The best candidates of each node make the level below it.
         if beam < num_candidates:
             scores, best = scores.topk(beam)
             own = own.gather(2, best)
         levels.append(extend_level(level, own, scores, num_nodes))
         level = levels[-1].first(beam)
+        # 3. Candidate 4 is one of path 1: `4 // 3`. The next head's candidates of that path follow, scored after 4.
         if head + 1 < num_heads:
             scores = gather_rows(log_probs, level.tokens)
             own = gather_rows(indices, level.tokens // num_candidates)
+    # 4. Tokens in the place of their indices.
     sizes = [level.tokens.shape[1] for level in levels]
     found = tokens.flatten(1).gather(1, torch.cat([level.tokens for level in levels], dim=1)).split(sizes, dim=1)
     return [replace(level, tokens=own) for level, own in zip(levels, found, strict=True)]

@@ -50,13 +50,16 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tenso
     tokens, scores = tokens[:, :length], scores[:, :length]
     own_tokens, own_scores = tree.tokens[:, 1:], tree.scores[:, 1:]
     branch_scores = _branch_scores(tree, _shared_nodes(tree, tokens), scores)
-    # The common beginning is as likely in the chain as in the branch, so what follows it in the chain gains as much.
+    # 1. Where the two part. Chain 5 8 2 7 and branch 5 8 9: `agreed` is 1 1 0, and `fork` is 2, the depth of the 8.
     agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
     fork = agreed.sum(dim=1, keepdim=True)
+    # 2. The common beginning is as likely in the chain as in the branch, so what follows it there gains as much.
     score_gain = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
     chain_scores = (own_scores + score_gain.nan_to_num_(nan=0.0)).clamp(max=0.0)
     chain_scores[:, :length] = branch_scores.where(agreed.bool(), chain_scores[:, :length])
+    # 3. The sum of the probabilities of all tokens is the number that is expected to be accepted.
     is_better = branch_scores.exp().sum(dim=1, keepdim=True) > chain_scores.exp().sum(dim=1, keepdim=True)
+    # 4. A better branch 5 8 9 takes the first places, and the chain's last token stays behind it: 5 8 9 7.
     missing = own_tokens.shape[1] - length
     taken = nn.functional.pad(is_better & (scores > -torch.inf), (0, missing))
     new_tokens = nn.functional.pad(tokens, (0, missing)).where(taken, own_tokens)
