@@ -41,12 +41,12 @@ def decoding_modes(
         other = DecodingMode(f"{GUMIHO} without prompt lookup", gumiho, {"prompt_lookup_num_tokens": None})
     else:
         other = DecodingMode(f"{GUMIHO} with prompt lookup", gumiho | lookup)
-    usual = [DecodingMode(PROMPT_LOOKUP, lookup, max_batch_size=1), DecodingMode(GUMIHO, gumiho), other]
+    usual = [DecodingMode(PROMPT_LOOKUP, lookup, is_transformers_own=True), DecodingMode(GUMIHO, gumiho), other]
     if (draft_model is not None) != (ASSISTED in names):
         raise UserValueError(f"--modes '{ASSISTED}' and --draft_model belong together: give both or neither.")
     static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
     known = {mode.name: mode for mode in [PLAIN, *usual]}
-    known[ASSISTED] = DecodingMode(ASSISTED, {"assistant_model": draft_model}, max_batch_size=1)
+    known[ASSISTED] = DecodingMode(ASSISTED, {"assistant_model": draft_model}, is_transformers_own=True)
     known[PLAIN_COMPILED] = DecodingMode(PLAIN_COMPILED, static)
     known[GUMIHO + COMPILED] = DecodingMode(GUMIHO + COMPILED, gumiho | static)
     for name in names or [mode.name for mode in usual]:

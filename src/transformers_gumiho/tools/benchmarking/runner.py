@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
+from ...internals import is_stateful
 from ...training.data.open_text import encode_turn
 from ...training.data.run_files import (
     append_rows,
@@ -127,7 +128,7 @@ def run_benchmark(
                 yield from known[batch.key]
                 bar.update(batch.num_turns)
             else:
-                fitting = [mode for mode in modes if batch.batch_size <= (mode.max_batch_size or batch.batch_size)]
+                fitting = [mode for mode in modes if _takes(mode, target, batch.batch_size)]
                 runner.warm_up(fitting, longest[: len(batch.questions)], batch.temperature)
                 measured: list[Sample] = []
                 for samples in _converse(runner, tokenizer, batch, fitting, seed, num_turns):
@@ -137,6 +138,11 @@ def run_benchmark(
                 if journal is not None:
                     journal.append(batch.key, measured)
             num_turns += batch.num_turns
+
+
+def _takes(mode: DecodingMode, target: PreTrainedModel, batch_size: int) -> bool:
+    """Whether a mode decodes such a batch: transformers' own takes one row, and no target with recurrent states."""
+    return not mode.is_transformers_own or (batch_size == 1 and not is_stateful(target))
 
 
 def _converse(

@@ -25,13 +25,13 @@ class DecodingMode:
         name: Name in reports.
         generate_kwargs: Arguments for `generate()`.
         settings: Decoding settings of the drafter that this mode changes.
-        max_batch_size: Largest batch; `None` for any.
+        is_transformers_own: Whether it is assisted generation of transformers' own.
     """
 
     name: str
     generate_kwargs: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    max_batch_size: int | None = None
+    is_transformers_own: bool = False
 
 
 PLAIN = DecodingMode("plain")
