@@ -130,7 +130,10 @@ def test_an_option_decides_and_not_the_family(register: Callable[[str], FlashAtt
 
 
 def test_chains_stay_with_the_own_kernel(register: Callable[[str], FlashAttention]) -> None:
-    flash, target = register("flash_attention_2"), load_with("flash_attention_2", make_chain_target("llama4"))
+    flash, target = (
+        register("flash_attention_2"),
+        load_with("flash_attention_2", make_chain_target("llama4_unchunked")),
+    )
     equals_plain(target, make_chain_drafter(target), lengths=[9], max_new_tokens=24)
     assert {num_queries for num_queries in flash.passes if num_queries not in (1, 9)}, "chains, too"
 

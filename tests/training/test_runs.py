@@ -257,7 +257,9 @@ def test_a_phase_that_was_asked_to_stop_is_not_finished(
 def test_a_drafter_that_training_harms_stays_as_it_was(folder: Path, whole: Path) -> None:
     """It is evaluated first, and is the best one until another is better."""
     words = ["--features", whole / "work/features", "--drafter", whole, "--output_dir", folder / "harmed", *SMALL]
-    output = gumiho("train", *words, "--stages", "train", "--learning_rate", 0.1, "--warmup_steps", 0)
+    output = gumiho(
+        "train", *words, "--stages", "train", "--learning_rate", 0.1, "--warmup_steps", 0, "--max_steps", 1
+    )
     assert re.search(r"train 1/1  begins with  agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
     assert "train 1/1: nothing was better than the drafter to begin with, which stays" in output
     assert_same_drafter(folder / "harmed", whole)

@@ -200,6 +200,8 @@ _ANY_LAYER = re.compile(r"(?:^|\.)mtp[._]|\.(?:eh_proj|enorm|hnorm)\.")
 
 def may_have_mtp_layers(fields: Mapping[str, Any]) -> bool:
     """Whether there may be MTP layers in the checkpoint of a model with this `config.json`, also refused ones."""
+    if not isinstance(fields, dict):  # a damaged file, which is named where the config is read
+        return False
     of_text = _text_fields(fields)
     types = {fields.get("model_type"), of_text.get("model_type")}
     if types & _REFUSED.keys():

@@ -60,9 +60,7 @@ class GumihoTrainingArguments(TrainingArguments):
         "Number of tokens that may be drafted: the drafter's own, then the most frequent of the training answers "
         "(default: all)."
     )
-    tokens_per_step: int | None = option(
-        "Tokens of a step of all processes, padding included, in place of a number of rows."
-    )
+    tokens_per_step: int | None = option("Tokens of a step of all processes, padding included.")
     tokens_per_pass: int | None = option(
         "Tokens that a device reads at a time, padding included (default: its part of --tokens_per_step)."
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from ...commands import UserValueError
 from ...internals import in_eval_mode, weights_version
 from .chains import ChainCache
 from .placement import input_device
@@ -175,7 +176,7 @@ class Trial:
         self.cache = traits.make_cache()
         self._run(tokens[:, :num_prompt], num_prompt)
         if not held_tensors(self.cache):
-            raise ValueError(
+            raise UserValueError(
                 f"it added nothing to the cache in its argument `{traits.cache_argument}`, the name that this release "
                 f"of transformers uses; give its `forward` a parameter of that name"
             )

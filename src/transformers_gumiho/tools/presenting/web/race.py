@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ....commands import UserValueError
 from ....generation.verification.placement import input_device
+from ....generation.verification.traits import Unsupported
 from ....model.modeling_gumiho import GumihoModel
 from ....training.data.open_text import encode_turn
 from ...pairs import use_options
@@ -138,7 +139,8 @@ class Race:
             answer.progress = "stopped"
         except Exception as error:  # whatever it is, a visitor waits for the answer
             answer.problem = str(error)
-            if not isinstance(error, ValueError):  # others may say what is private
+            # Others may say what is private. So may a trial, which quotes what a target raised.
+            if not isinstance(error, ValueError) or isinstance(error, Unsupported):
                 answer.problem = f"The answer failed ({type(error).__name__}). The server's log has the details."
                 logger.error("An answer failed.", exc_info=error)
             answer.progress = "failed"
