@@ -88,7 +88,7 @@ def test_one_command_makes_a_drafter_from_nothing(
     assert len(serial.draft_vocabulary) == drafter.config.get_text_config().vocab_size // 4
     card = (tmp_path / "gumiho" / "README.md").read_text()
     for mode in ("plain", "prompt lookup", "gumiho"):
-        assert f"\n| {mode} |" in card
+        assert f"| {mode} |" in card
     assert "In 2 phases: serial, heads. The table is that of the last one." in card
     steps = {
         phase: json.loads((tmp_path / "gumiho/work" / phase / "checkpoint-4/trainer_state.json").read_text())
