@@ -128,7 +128,7 @@ def attached_target() -> PreTrainedModel:
 
 
 def test_a_call_keeps_its_model(pair: Pair) -> None:
-    """As a bound method does: nobody else holds the model, or the copy."""
+    """As a bound method does, although nothing else holds the model or the copy."""
     plain = decode(pair[0])[1]
     assert torch.equal(attached_target().generate(**PROMPT, **SETTINGS), plain)
     assert torch.equal(copy.deepcopy(attached_target()).generate(**PROMPT, **SETTINGS), plain)

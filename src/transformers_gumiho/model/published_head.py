@@ -152,7 +152,7 @@ class PublishedHead:
 
     def check_fields(self, known: set[str], neutral: Mapping[str, Any]) -> None:
         """
-        Raises an error for a field of which nobody knows here what it changes.
+        Raises an error for an unknown field that has a value.
 
         Args:
             known: The fields that the caller reads, beside those of any head.

@@ -290,7 +290,7 @@ class TargetSession:
         """
         Leaves in the caller's cache what plain decoding does: of each row `num_tokens` of the `new_tokens` `(B, T)`,
         which end in padding where a row has ended. States have read that padding, too. `tree` is the newest one, for
-        its shape. Does nothing if nobody sees the cache.
+        its shape. Does nothing if the caller does not get the cache.
         """
         if not self.prompt.keeps_cache:
             return

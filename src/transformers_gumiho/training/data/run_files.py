@@ -108,7 +108,7 @@ class Record:
 
 
 def ask_before_deleting(what: str, can_ask: bool = True) -> None:
-    """Asks whether to delete what a sentence names; raises `ValueError` if not, or where nobody can be asked."""
+    """Asks whether to delete what a sentence names; raises `ValueError` if not, or without a terminal to ask in."""
     if not can_ask or not sys.stdin.isatty():
         raise UserValueError(f"{what}. Give --yes to delete them, or leave --restart out to continue.")
     if input(f"{what}. Delete them? [y/N] ").strip().lower() not in ("y", "yes"):

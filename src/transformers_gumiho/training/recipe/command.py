@@ -116,7 +116,7 @@ def _repository(folder: Path, args: GumihoTrainingArguments) -> str:
     api, name = HfApi(token=args.hub_token), args.hub_model_id or folder.resolve().name
     with as_user_errors():
         repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-        api.auth_check(repository, write=True)  # one that is there is no error above
+        api.auth_check(repository, write=True)  # a repository that exists raised no error above
     return repository
 
 

@@ -175,7 +175,7 @@ class Run:
     def forget(self, stage: str) -> None:
         """
         Removes the results of a stage, or of a phase of the training, and of those after it. It says what it deletes,
-        and asks, unless `--yes` is given; raises `ValueError` where nobody can be asked.
+        and asks, unless `--yes` is given; raises `ValueError` without a terminal to ask in.
         """
         order = [*dict.fromkeys(["write", "features", "train", *self.phases, "tune", "evaluate"])]
         if stage not in order:
