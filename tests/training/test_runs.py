@@ -454,7 +454,7 @@ def test_two_processes_run_the_whole_command_as_one_does(folder: Path, whole: Pa
             for state in [json.loads((run / "work" / phase / "trainer_state.json").read_text())]
         ]
         assert histories[1] == pytest.approx(histories[0], rel=1e-3)
-    assert "\n| gumiho |" in (folder / "together" / "README.md").read_text()
+    assert "| gumiho |" in (folder / "together" / "README.md").read_text()
 
 
 def test_a_target_has_one_fingerprint_wherever_it_is(
