@@ -337,7 +337,7 @@ def test_kernels_that_take_16_bits_alone() -> None:
 
 
 def test_what_was_measured_holds_for_what_was_measured(calls_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict depends on the very target, its config, dtype and device, and where it failed on its weights."""
+    """A verdict depends on the very target, its config, dtype and device. NaN is no verdict."""
     measured = calls_of(trial, "_try")
     monkeypatch.setattr(trial, "MAX_VERDICTS", 1)
 
@@ -360,11 +360,8 @@ def test_what_was_measured_holds_for_what_was_measured(calls_of: Any, monkeypatc
     weights = target.get_output_embeddings().weight
     target.config.vocab_size, healthy = 22, weights.data.clone()
     weights.data.fill_(torch.nan)
-    for num_trials in (1, 0):
-        measured.clear()
-        with pytest.raises(ValueError, match="relative error nan"):
-            check(target)
-        assert len(measured) == num_trials
+    with pytest.raises(ValueError, match="computes NaN"):
+        check(target)
     with torch.no_grad():
         weights.copy_(healthy)
     assert (check(target), check(target)) == (1, 0)

@@ -11,9 +11,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..internals import CACHE_NAME, given_in_call, in_eval_mode
+from ..internals import CACHE_NAME, given_in_call
 from ..model.decoding_settings import SETTINGS_OF_CALLS, DraftingSettings, overridden
 from ..model.modeling_gumiho import GumihoModel
+from ..model.wrappers import in_eval_mode
 from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import DraftSource, GumihoCandidateGenerator
 from .drafting.drafter import GenerationView
@@ -21,10 +22,9 @@ from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
 from .tree.draft_tree import DraftTree, bare_root
-from .verification.placement import input_device
 from .verification.prompt import read_prompt
 from .verification.session import TargetSession
-from .verification.traits import TargetTraits
+from .verification.traits import TargetTraits, input_device
 
 
 logger = logging.get_logger(__name__)

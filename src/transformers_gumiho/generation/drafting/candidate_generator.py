@@ -13,9 +13,9 @@ from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
-from ..verification.placement import input_device
 from ..verification.session import CommittedTokens, TargetSession
 from ..verification.target_states import find_decoder, head_for_drafting
+from ..verification.traits import input_device
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GenerationView, GumihoDrafter, last_of_rows

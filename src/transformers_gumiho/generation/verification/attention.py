@@ -13,6 +13,7 @@ The functions that do so are registered when a pass needs them first. Functions 
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,14 +25,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...internals import (
+    CPU_ATTENTION_READS_GROUPS,
+    PACKS_SINGLE_QUERIES,
     SDPA_ATTENTION,
     UNMASKED_ATTENTION,
-    attention_reads_groups,
-    cpu_attention_reads_groups,
-    eager_attention,
-    packs_single_queries,
     registered_attention,
     supports_sdpa,
+    use_gqa_in_sdpa,
 )
 
 
@@ -88,6 +88,19 @@ def masked_attention(
     _install(implementation, _kernel_that_takes_masks)
     eager = {kind: eager_attention(kind) for kind in kinds}
     return functools.partial(pass_state, eager=eager, has_sdpa=supports_sdpa(target))
+
+
+def attention_file(kind: type) -> Any:
+    """Returns the module that looks up attention functions for a class or a base of it, if any."""
+    # Except the module that defines the functions.
+    names = [base.__module__ for base in kind.__mro__ if base.__module__ != AttentionInterface.__module__]
+    files = (sys.modules.get(name) for name in names)
+    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
+
+
+def eager_attention(kind: type) -> Any:
+    """Returns the function that layers of a class call with `eager` attention, if any."""
+    return getattr(attention_file(kind), "eager_attention_forward", None)
 
 
 def replaced_attention(function: Any) -> Any:
@@ -184,12 +197,12 @@ def _would_copy(
 ) -> bool:
     """Whether transformers' function would copy keys and values for each query head without need."""
     num_groups = getattr(module, "num_key_value_groups", 1)
-    if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or attention_reads_groups(mask, key, value):
+    if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or use_gqa_in_sdpa(mask, key, value):
         return False
-    if query.shape[2] == 1 and packs_single_queries():
+    if query.shape[2] == 1 and PACKS_SINGLE_QUERIES:
         return False
     if query.device.type == "cpu":
-        return cpu_attention_reads_groups(query, key, value)
+        return CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
     # Folding copies the mask instead: one row for each query of each group.
     return query.shape[2] < key.shape[1] * (key.shape[3] + value.shape[3])
 

@@ -14,11 +14,10 @@ from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
-from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported, is_convertible
+from .traits import TargetTraits, Unsupported, drafter_device, input_device, is_convertible
 from .trial import check_multi_token_decode
 
 

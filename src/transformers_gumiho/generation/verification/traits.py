@@ -13,6 +13,7 @@ from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
     COUNT_OF_SLOTS,
+    execution_device,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
@@ -145,6 +146,18 @@ def cache_argument(target: PreTrainedModel) -> str:
     if "mamba" in type(target).__name__.lower():
         return "cache_params"
     return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
+
+
+def input_device(target: PreTrainedModel) -> torch.device:
+    """Returns the device for a target's inputs; if its first parameters are offloaded, the one that computes."""
+    return target.device if target.device.type != "meta" else execution_device(target) or torch.device("cpu")
+
+
+def drafter_device(target: PreTrainedModel) -> torch.device:
+    """Returns the device for a drafter: that of the target's output head, which runs in each of its passes."""
+    head = target.get_output_embeddings()
+    weight = None if head is None else next(head.parameters(), None)
+    return input_device(target) if weight is None or weight.is_meta else weight.device
 
 
 def is_convertible(cache: Any) -> bool:

@@ -7,20 +7,19 @@ import inspect
 import json
 import math
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from ...commands import UserValueError
-from ...internals import in_eval_mode, weights_version
+from ...model.wrappers import in_eval_mode
 from .chains import ChainCache
-from .placement import input_device
 from .precision import NARROW, computing_precisely, rounds_products
 from .rollback import held_tensors
 from .target_memory import memory_of
-from .traits import TargetTraits, Unsupported
+from .traits import TargetTraits, Unsupported, input_device
 
 
 NUM_PROMPT_TOKENS = 9
@@ -37,14 +36,6 @@ TOLERANCE_OF_ROUNDING = 1e-2
 _HARDLY_WRONG = ("dory", "nemotron_h", "zamba2")
 
 Rows = Literal["one row", "a batch", "a padded batch"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why drafts cannot be verified, as a clause, `None` if they can; and the weights that were tried."""
-
-    obstacle: str | None
-    weights: Any
 
 
 # The oldest go first.
@@ -69,7 +60,7 @@ def check_multi_token_decode(
     rows: Rows = "one row" if batch_size == 1 else "a batch"
     if attention_mask is not None and not bool(attention_mask.all()):
         rows = "a padded batch"
-    if (obstacle := _find_verdict(target, traits, rows).obstacle) is not None:
+    if (obstacle := _find_obstacle(target, traits, rows)) is not None:
         in_rows = "" if rows == "one row" else f" in {rows}"
         # What a function of the user's computes may be what differs.
         attention = f" with the attention {traits.attention.name!r}" if traits.attention.registered else ""
@@ -78,10 +69,10 @@ def check_multi_token_decode(
         )
 
 
-def _find_verdict(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> Verdict:
+def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
     """
-    Returns the verdict on a target with this config, code and dtype on this device, which is tried once. A failed
-    trial is repeated when the weights have changed.
+    Returns why drafts cannot be verified, as a clause; `None` if they can. A target with this config, code and dtype
+    on this device is tried once.
     """
     key = (
         rows,
@@ -91,15 +82,14 @@ def _find_verdict(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> 
         (target.dtype, input_device(target), target.use_kernels),
     )
     verdicts = memory_of(target).verdicts
-    known: Verdict | None = verdicts.get(key)
-    if known is not None and (known.obstacle is None or known.weights == weights_version(target)):
-        return known
-    verdict = Verdict(_try(target, traits, rows), weights_version(target))
+    with suppress(KeyError):
+        return verdicts[key]
+    obstacle = _try(target, traits, rows)
     with _recording:
         while len(verdicts) >= MAX_VERDICTS:
             del verdicts[next(iter(verdicts))]
-        verdicts[key] = verdict
-    return verdict
+        verdicts[key] = obstacle
+    return obstacle
 
 
 def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
@@ -113,7 +103,10 @@ def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | Non
         raise Unsupported(f"There is no memory for a trial of {traits.name} with a few tokens ({error}).") from error
     except Exception as error:  # whatever the code of others raises
         return f"a trial of a few tokens after its cache failed ({type(error).__name__}: {error})"
-    if difference <= tolerance:  # false for not-a-number
+    if math.isnan(difference):
+        # That is of the weights, and not of the code, so it is not remembered.
+        raise Unsupported(f"A trial of {traits.name} with a few tokens computes NaN. Check its weights.")
+    if difference <= tolerance:
         return None
     how = "shapes" if math.isinf(difference) else f"relative error {difference:.1e}, tolerance {tolerance:.0e}"
     return f"multi-token passes differ from single-token passes ({how})"

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ...commands import UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
-from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
+from ...generation.verification.traits import drafter_device
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
