@@ -13,10 +13,10 @@ from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, cycle_shapes
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
+from .takeover import take_over
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
 from .traits import TargetTraits, Unsupported
-from .tree_cache import TreeCache
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.
@@ -165,7 +165,7 @@ def read_prompt(
     else:
         can_rewind = keeps_cache and batch_size > 1
         in_windows = None if shapes.are_fixed else num_nodes
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
+        tree_cache = take_over(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
         if shapes.are_fixed:
             tree_cache.fix_shapes(device)
         session = TargetSession(**common, cache=tree_cache)
