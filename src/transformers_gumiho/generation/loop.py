@@ -22,7 +22,7 @@ from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
 from .tree.draft_tree import DraftTree, bare_root
-from .verification.prompt import read_prompt
+from .verification.prompt import open_session
 from .verification.session import TargetSession
 from .verification.traits import TargetTraits, input_device
 
@@ -106,7 +106,7 @@ def decode_with_tree(
         running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
-            session = read_prompt(
+            session = open_session(
                 target,
                 traits,
                 input_ids,

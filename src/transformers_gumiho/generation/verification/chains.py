@@ -133,7 +133,6 @@ class ChainSession(TargetSession):
     """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
 
     cache: ChainCache
-    pad_token_id: int = 0
     _max_drafts: int = field(default=0, init=False)
     _padded: Sequence[bool] = field(default=(), init=False)
 

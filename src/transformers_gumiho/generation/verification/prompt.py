@@ -78,7 +78,7 @@ def arguments_per_token(
     return {name for name in passed if candidates[name].shape[1] > 1 or grows_with_text(model, name)}
 
 
-def read_prompt(
+def open_session(
     model: PreTrainedModel,
     traits: TargetTraits,
     input_ids: torch.Tensor,
@@ -139,39 +139,45 @@ def read_prompt(
     of_tokens &= later_kwargs.keys()
     for argument in of_tokens:
         later_kwargs[argument] = later_kwargs[argument][:, -1:]
-    # 5. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
-    capacity = length + prompt.num_reserved
-    memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
+    # 5. The session, with a cache that takes over the entries of the prompt.
+    memory = StaticMemory.take(model, batch_size, length + prompt.num_reserved) if shapes.are_compiled else None
     # Attention scores have the dtype of the keys, which the last states may not have.
     keys = (layer.keys for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None)
     dtype = next((tensor.dtype for tensor in keys), states.last.dtype)
-    common: dict[str, Any] = {
-        "model": model,
-        "traits": traits,
-        "model_kwargs": later_kwargs,
-        "kwargs_per_token": of_tokens,
-        "reader": reader,
-        "prompt": prompt,
-        "max_new_tokens": max_new_tokens,
-        "max_path": settings.longest_path + 1,
-        "dtype": dtype,
-        "shapes": shapes,
-        "memory": memory,
-    }
-    session: TargetSession
-    if traits.is_chain:
-        chain_cache = ChainCache(cache, length, batch_size)
-        session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
-    else:
-        can_rewind = keeps_cache and batch_size > 1
-        in_windows = None if shapes.are_fixed else num_nodes
-        tree_cache = take_over(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
-        if shapes.are_fixed:
-            tree_cache.fix_shapes(device)
-        session = TargetSession(**common, cache=tree_cache)
+    make_session = ChainSession if traits.is_chain else TargetSession
+    session = make_session(
+        model=model,
+        traits=traits,
+        model_kwargs=later_kwargs,
+        kwargs_per_token=of_tokens,
+        reader=reader,
+        cache=_take_cache(traits, prompt, shapes, num_nodes, memory),
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        max_path=settings.longest_path + 1,
+        dtype=dtype,
+        shapes=shapes,
+        memory=memory,
+        pad_token_id=pad_token_id(generation_config) or 0,
+    )
     position_ids = text_positions(position_ids)[:, -num_read:].expand(batch_size, -1)
     session.prefill = TargetOutput(outputs.logits[:, -1:], states, position_ids, outputs.hidden_states)
     return session
+
+
+def _take_cache(
+    traits: TargetTraits, prompt: TargetPrompt, shapes: CycleShapes, num_nodes: int, memory: StaticMemory | None
+) -> Any:
+    """Returns the cache of passes over trees of `num_nodes`, or over chains, with the entries of the prompt."""
+    length, num_rows = prompt.length, prompt.next_position.shape[-2]
+    if traits.is_chain:
+        return ChainCache(prompt.cache, length, num_rows)
+    can_rewind = prompt.keeps_cache and num_rows > 1
+    in_windows = None if shapes.are_fixed else num_nodes
+    cache = take_over(prompt.cache, length + prompt.num_reserved, prompt.mask, memory, length, can_rewind, in_windows)
+    if shapes.are_fixed:
+        cache.fix_shapes(prompt.next_position.device)
+    return cache
 
 
 def _prepare_cache(

@@ -17,7 +17,7 @@ from .ownership import own_step_of_decoding
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, can_roll_back
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported, drafter_device, input_device, is_convertible
+from .traits import TargetTraits, Unsupported, drafter_device, is_convertible
 from .trial import check_multi_token_decode
 
 
@@ -361,32 +361,17 @@ def _check_text_is_kept(
     target: PreTrainedModel, traits: TargetTraits, cache: Any, length: int, max_new_tokens: int
 ) -> None:
     """Refuses a call where plain decoding continues without the text before, which has `length` tokens so far."""
-    # Phi's models drop a cache of at most this many tokens once the text is longer. Phi-3 then reads the text again;
-    # Phi-4-multimodal reads the newest token alone.
-    limit = getattr(target.config, "original_max_position_embeddings", None)
-    if limit is None:
+    if target.config.model_type != "phi4_multimodal":
         return
+    limit = target.config.original_max_position_embeddings
     num_held = 0 if cache is None else cache.get_seq_length()
-    is_crossed = length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length
-    if is_crossed and _reads_newest_alone(target, traits.cache_argument, limit):
+    if length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length:
         raise Unsupported(
             f"{traits.name} drops its cache where a text grows beyond {limit} tokens "
             f"(`original_max_position_embeddings`), and reads the newest token alone. This generation may go from "
             f"{length} to {length + max_new_tokens}. Lower `max_new_tokens`, pass no cache of an earlier turn, or "
             f"{_WITHOUT_DRAFTER}"
         )
-
-
-def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int) -> bool:
-    """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
-    device = input_device(target)
-    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1, device=device)
-    cache.update(entry, entry, 0)
-    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=device)
-    inputs = target.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{cache_argument: cache}
-    )
-    return inputs.get(cache_argument) is not cache and inputs["input_ids"].shape[1] == 1
 
 
 def _check_cache(traits: TargetTraits, cache: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -167,7 +167,7 @@ class Trial:
     ):
         self.target, self.traits, self.tokens, self.mask, self.num_prompt = target, traits, tokens, mask, num_prompt
         self.cache = traits.make_cache()
-        self._run(tokens[:, :num_prompt], num_prompt)
+        self.run(tokens[:, :num_prompt], num_prompt)
         if not held_tensors(self.cache):
             raise UserValueError(
                 f"it added nothing to the cache in its argument `{traits.cache_argument}`, the name that this release "
@@ -175,21 +175,12 @@ class Trial:
             )
 
     @property
-    def tried(self) -> torch.Tensor:
+    def continuation(self) -> torch.Tensor:
         """The tokens after the prompt."""
         return self.tokens[:, self.num_prompt :]
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
-        """Runs `tokens` `(B, n)`, the last of `end` tokens. Returns their logits `(B, n, V)`."""
-        logits: torch.Tensor = self._run(tokens, end).logits
-        return logits
-
-    def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the logits, and what the cache holds."""
-        held = [tensor for tensor in held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
-        return [logits, *held]
-
-    def _run(self, tokens: torch.Tensor, end: int) -> Any:
+        """Runs the last `tokens` `(B, n)` of `end`. Returns their logits `(B, n, V)`; of a prompt the last."""
         num_tokens, mask = tokens.shape[1], self.mask[:, :end]
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -num_tokens:]
         takes_positions = "position_ids" in inspect.signature(self.target.forward).parameters
@@ -204,7 +195,13 @@ class Trial:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = 1 if is_first else num_tokens
-        return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
+        logits: torch.Tensor = self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True).logits
+        return logits
+
+    def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the logits, and what the cache holds."""
+        held = [tensor for tensor in held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
+        return [logits, *held]
 
 
 def _run_at_once(trial: Trial) -> list[torch.Tensor]:
@@ -212,12 +209,12 @@ def _run_at_once(trial: Trial) -> list[torch.Tensor]:
     tokens, end = trial.tokens, trial.tokens.shape[1]
     chain = ChainCache(trial.cache, trial.num_prompt, len(tokens))
     # 1. Drafts whose last ones are other tokens than those of the text.
-    drafts = trial.tried.clone()
+    drafts = trial.continuation.clone()
     drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
     trial.run(chain.begin_pass(drafts), end)
     chain.keep(NUM_ACCEPTED)
     # 2. The rest of the text.
-    rest = trial.tried[:, NUM_ACCEPTED:]
+    rest = trial.continuation[:, NUM_ACCEPTED:]
     logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
     chain.keep(rest.shape[1])
     chain.restore(trial.cache)
