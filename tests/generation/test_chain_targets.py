@@ -1,8 +1,7 @@
 """Targets that cannot verify a tree verify chains, by their own pass over their own cache, and write the same text."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from chains import (
 )
 from pretend_device import pretending
 from streamers import Recorder
-from targets import make_prompts, passes_of
+from targets import make_prompts, passes_of, reading
 from tiny_configs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -164,17 +163,6 @@ def test_passes_of_the_target(family: str, wrong_every: int) -> None:
     num_cycles = len(drafted.accepted_lengths[0])
     assert num_cycles < 60
     assert passes - 1 <= 1.1 * num_cycles  # the prompt is no cycle
-
-
-@contextmanager
-def reading(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Notes how many tokens each pass reads."""
-    read: list[int] = []
-    handle = target.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield read
-    handle.remove()
 
 
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])

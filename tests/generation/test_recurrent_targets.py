@@ -1,7 +1,5 @@
 """Targets whose recurrent layers hold a draft tree: texts, states and errors are those of plain decoding."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +14,9 @@ from chains import (
 )
 from origins import Origins
 from streamers import Recorder
-from targets import make_prompts
+from targets import make_prompts, reading
 from tiny_configs import small_config
-from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
@@ -92,17 +90,6 @@ def test_rows_that_ended_have_read_the_padding_of_plain_decoding(family: str) ->
     expected = target.generate(**prompt, **{CACHE_NAME: plain[CACHE_NAME]})
     continued = target.generate(**prompt, **{CACHE_NAME: drafted[CACHE_NAME]}, assistant_model=drafter)
     assert torch.equal(continued, expected)
-
-
-@contextmanager
-def reading(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Notes how many tokens each pass reads."""
-    read: list[int] = []
-    handle = target.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield read
-    handle.remove()
 
 
 @pytest.mark.parametrize("branching_factor", [1, 4])

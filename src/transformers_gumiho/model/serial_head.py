@@ -205,9 +205,9 @@ class MtpSerialHead(GumihoSerialHead):
         self,
         drafter: Any,
         fused: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Any,
         position_ids: torch.Tensor,
-        cache: Cache | None,
+        cache: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         features = drafter.decoder(

@@ -49,6 +49,23 @@ class GenerationView:
         return None
 
 
+@dataclass(frozen=True)
+class NewestTokens:
+    """
+    The newest committed token of each row, under which a tree grows: its id `(B, 1)`, the serial feature `(B, 1, H)`
+    that predicts the token after it, and its position `(B, 1)`.
+    """
+
+    tokens: torch.Tensor
+    features: torch.Tensor
+    position_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int] | torch.Tensor, *committed: torch.Tensor) -> "NewestTokens":
+        """Returns those of rows of committed tokens, features and positions, of which each has its own length."""
+        return cls(*(last_of_rows(tensor, lengths) for tensor in committed))
+
+
 @dataclass(eq=False)
 class GumihoDrafter:
     """
@@ -121,8 +138,8 @@ class GumihoDrafter:
             noise = noise * self._scales[:, None].to(noise.device)
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if not self._has_read_prompt:
-            feature = self._read_prompt(committed)
-            return self._grow_tree(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths), noise)
+            features = self._read_prompt(committed)
+            return self._grow_tree(NewestTokens.of(lengths, tokens, features, position_ids), noise)
         if not self.has_fixed_shapes:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
         *older, newest = committed.split(self._max_committed)
@@ -135,7 +152,7 @@ class GumihoDrafter:
         return tree
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
-        """Fills the cache with the prompt. Returns the serial feature of its last token, `(B, 1, H)`."""
+        """Fills the cache with the prompt. Returns the serial features of its last part, `(B, n, H)`."""
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
@@ -149,7 +166,7 @@ class GumihoDrafter:
             self.cache.commit([chunk.stop - start] * num_rows)
         if self.has_fixed_shapes:
             self.cache.fix_shapes(prompt.tokens.device)
-        return features[:, -1:]
+        return features
 
     def _read_chunk(
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
@@ -191,41 +208,35 @@ class GumihoDrafter:
     ) -> DraftTree:
         """Drafts after committed tokens, whose `accepted_lengths` `(B,)` are on the device in fixed shapes."""
         features = self._read(tokens, target_states, position_ids, accepted_lengths)
-        root, feature, position = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
-        return self._grow_tree(root, feature, position, noise)
+        return self._grow_tree(NewestTokens.of(accepted_lengths, tokens, features, position_ids), noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
         batch_size, offsets = len(self.cache.lengths), torch.arange(num_tokens, device=self.device)
         return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
-    def _grow_tree(
-        self,
-        root_tokens: torch.Tensor,
-        feature: torch.Tensor,
-        position_ids: torch.Tensor,
-        noise: torch.Tensor | None,
-    ) -> DraftTree:
-        """
-        Drafts a tree under the newest committed tokens `root_tokens` `(B, 1)`, from the serial `feature` `(B, 1, H)`
-        that predicts the token after them, and its position `(B, 1)`, with the scaled noise `(B, tree_depth, K)`.
-        """
-        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
+    def _grow_tree(self, newest: NewestTokens, noise: torch.Tensor | None) -> DraftTree:
+        """Drafts a tree under the newest tokens, with the scaled noise `(B, tree_depth, K)`."""
+        levels, settings = self._draft_levels(newest, noise), self.settings
+        roots = newest.tokens.squeeze(1).to(levels[0].tokens.device)
+        return build_tree(roots, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+
+    def _draft_levels(self, newest: NewestTokens, noise: torch.Tensor | None) -> list[DraftLevel]:
+        """Drafts the levels of a tree: those of serial tokens, then those of the parallel heads."""
+        levels, path_inputs = self._draft_serially(newest, noise)
         if self._num_heads > 0:
             features = self._run_heads(torch.cat(path_inputs, dim=-1))
             levels += self._recombine(levels[-1], self.score(features), noise)
-        root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
-        settings = self.settings
-        return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+        return levels
 
     def _draft_serially(
-        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
+        self, newest: NewestTokens, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
-        Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`]. Returns the levels,
-        and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
+        Drafts the serial tokens one after the other. Returns the levels, and for each serial token the fused inputs
+        `(B, paths, H)` of the paths that are extended.
         """
-        settings = self.settings
+        settings, feature = self.settings, newest.features
         level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
@@ -248,7 +259,7 @@ class GumihoDrafter:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
-                positions = (position_ids + step).expand(-1, fused.shape[1])
+                positions = (newest.position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)
                 self.cache.num_pending += fused.shape[1]
         self.cache.num_pending = 0
