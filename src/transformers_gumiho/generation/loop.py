@@ -1,6 +1,5 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +129,13 @@ def decode_with_tree(
         sequences.records.add_prompt(session.prefill.hidden_states)
         chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            view = _View(sequences, chooser, events, generation_config.prefill_chunk_size)
+            view = GenerationView(
+                sequences.prompt_length,
+                generation_config.prefill_chunk_size,
+                events.each("drafter_pass"),
+                sequences.tokens_from,
+                chooser.peek_noise,
+            )
             generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
@@ -142,27 +147,6 @@ def decode_with_tree(
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
     return _output(sequences, session.prompt.cache)
-
-
-class _View(GenerationView):
-    """What the drafter sees of this generation."""
-
-    def __init__(
-        self,
-        sequences: CommittedSequences,
-        chooser: TokenChooser,
-        events: GenerationEvents,
-        prompt_chunk_size: int | None,
-    ):
-        self._sequences, self._chooser = sequences, chooser
-        self.prompt_length, self.prompt_chunk_size = sequences.prompt_length, prompt_chunk_size
-        self.drafter_pass = events.each("drafter_pass")
-
-    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
-        return self._sequences.tokens_from(starts)
-
-    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        return self._chooser.peek_noise(num_draws, token_ids)
 
 
 def _run_cycles(

@@ -87,10 +87,6 @@ class CommittedSequences:
         """Returns the first `length` tokens of every row, `(B, length)`. Shorter rows end in padding."""
         return self._buffer[:, :length].contiguous()
 
-    def newest(self) -> torch.Tensor:
-        """Returns the newest token of each row, `(B,)`."""
-        return torch.stack([self._buffer[row, length - 1] for row, length in enumerate(self.lengths)])
-
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
         length = self.prompt_length

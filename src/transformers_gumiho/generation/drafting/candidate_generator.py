@@ -181,7 +181,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 them itself, so no path is as long, except in fixed shapes.
             max_depth: Depth below which no node may be, also in fixed shapes: the target's positions end there.
         """
-        if num_missing is not None and not self.has_fixed_shapes:
+        if num_missing is not None and not self.shapes.are_fixed:
             max_depth = num_missing - 1 if max_depth is None else min(max_depth, num_missing - 1)
         if max_depth == 0:
             self.origin = DraftOrigin("end")
@@ -226,7 +226,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         # None with fixed shapes, when the drafter has many tokens to read, and in chains, because a target with
         # recurrent states may have to run rejected tokens again.
         settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
-        if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
+        if self.shapes.are_fixed or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
             return range(0)
         longest = num_missing if self.longest_run is None else min(self.longest_run + 1, num_missing)
         return range(settings.num_assistant_tokens + 1, longest)
@@ -235,7 +235,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
         newest = self._unread[-1]
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
-        if self.has_fixed_shapes:
+        if self.shapes.are_fixed:
             # A branch is merged into the whole path: a node counts as reached if all that are known above it agree.
             longest = self.settings.longest_path if branch is None else self._num_drafted
             tree = self._add_branch(padded_root(root, self._num_drafted, longest), branch)
@@ -250,7 +250,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
             tree = merge(tree, branch.tokens, branch.scores)
-        if self.context is None or not self.has_fixed_shapes:
+        if self.context is None or not self.shapes.are_fixed:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.
         return replace(tree, depths=tree.depths.clamp(max=settings.longest_path), max_depth=settings.longest_path)

@@ -23,30 +23,25 @@ from ..verification.tree_cache import TreeCache
 from .transitions import DraftTransitions, extend_paths
 
 
+@dataclass(frozen=True)
 class GenerationView:
     """
-    What a drafter sees of the generation that it drafts for. This one shows nothing; the loop's shows its own.
+    What a drafter sees of the generation that it drafts for. By default nothing.
 
     Attributes:
         prompt_length: Tokens of the prompt in each row, padding included.
         prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
         drafter_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
+        tokens_from: Returns the text's tokens of each row from index `starts[b]` on.
+        peek_noise: Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids`
+            `(K,)` or for all; `None` in greedy decoding, and if it cannot be known.
     """
 
     prompt_length: int = 0
     prompt_chunk_size: int | None = None
     drafter_pass: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
-        """Returns the text's tokens of each row from index `starts[b]` on."""
-        return [[] for _ in starts]
-
-    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """
-        Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids` `(K,)` or
-        for all; `None` in greedy decoding, and if it cannot be known.
-        """
-        return None
+    tokens_from: Callable[[Sequence[int]], list[list[int]]] = lambda starts: [[] for _ in starts]
+    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] = lambda num_draws, token_ids: None
 
 
 @dataclass(frozen=True)
@@ -117,17 +112,12 @@ class GumihoDrafter:
         # target's temperature, too, because its tokens are drawn under both.
         self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
+        for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.shapes.are_fixed]:
             mark_static_address(tensor)
         # A compiled function cannot call observers.
         self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
         # Of the class and not of this object, which would be compiled anew in each call.
         self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
-
-    @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether all cycles run in the same shapes."""
-        return self.shapes.are_fixed
 
     @torch.no_grad()
     @gqa_without_copies()
@@ -140,7 +130,7 @@ class GumihoDrafter:
         if not self._has_read_prompt:
             features = self._read_prompt(committed)
             return self._grow_tree(NewestTokens.of(lengths, tokens, features, position_ids), noise)
-        if not self.has_fixed_shapes:
+        if not self.shapes.are_fixed:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
         *older, newest = committed.split(self._max_committed)
         for part in older:
@@ -164,7 +154,7 @@ class GumihoDrafter:
                 prompt.tokens[:, chunk], prompt.target_states[:, chunk], prompt.position_ids[:, chunk], seen
             )
             self.cache.commit([chunk.stop - start] * num_rows)
-        if self.has_fixed_shapes:
+        if self.shapes.are_fixed:
             self.cache.fix_shapes(prompt.tokens.device)
         return features
 

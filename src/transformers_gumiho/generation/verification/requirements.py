@@ -1,6 +1,5 @@
 """Checks of a call before any model runs. Each error names the cause and a fix."""
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -37,15 +36,6 @@ _same_heads: WeakKeyDictionary[Any, WeakSet[GumihoModel]] = WeakKeyDictionary()
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
 _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
-
-
-def unsupported_reason(check: Callable[..., Any], *args: Any) -> str | None:
-    """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
-    try:
-        check(*args)
-    except Unsupported as reason:
-        return str(reason)
-    return None
 
 
 def check_request(
