@@ -23,6 +23,7 @@ from .token_choice import TokenChooser
 from .tree.draft_tree import DraftTree, bare_root
 from .verification.prompt import open_session
 from .verification.session import TargetSession
+from .verification.target_states import FeatureReader
 from .verification.traits import TargetTraits, input_device
 
 
@@ -105,18 +106,13 @@ def decode_with_tree(
         running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
+            is_block = assistant_model.config.is_block
+            # Other drafters read a state together with the token after it.
+            read_target = assistant_model.read_target if is_block else None
+            reader = FeatureReader(target, assistant_model.config.layers_read(target.config), read_target)
+            max_new_tokens, reads_passes = sequences.max_length - sequences.prompt_length, is_block and not observers
             session = open_session(
-                target,
-                traits,
-                input_ids,
-                generation_config,
-                model_kwargs,
-                settings,
-                max_new_tokens=sequences.max_length - sequences.prompt_length,
-                layers=assistant_model.config.layers_read(target.config),
-                # Other drafters read a state together with the token after it.
-                read_target=assistant_model.read_target if assistant_model.config.is_block else None,
-                holds_layers=bool(events.observers),
+                reader, traits, input_ids, generation_config, model_kwargs, settings, max_new_tokens, reads_passes
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
@@ -136,7 +132,7 @@ def decode_with_tree(
                 sequences.tokens_from,
                 chooser.peek_noise,
             )
-            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            generator = BlockCandidateGenerator if is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
         session.finish(
