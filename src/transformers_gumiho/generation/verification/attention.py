@@ -46,9 +46,9 @@ _KNOWN_OPTIONS = {"softcap", "s_aux"}
 _REPLACED_BY_MASK = {"sliding_window"}
 # Kernels need the rows of a mask to begin at multiples of this many numbers. Other masks are copied in each layer.
 _ROW_ALIGNMENT = 16
-# The functions that were registered, each with the one that it replaces. A mark on a function would not do: functions
-# that wrap it copy the mark.
-_installed: list[tuple[AttentionFunction, AttentionFunction]] = []
+# Attribute of a function that was registered here: itself, as functions that wrap it copy the attribute; the function
+# that it replaces; and the passes that it knows, which are those of one copy of this package.
+_MARK = "gumiho_attention"
 
 # State of a pass over a tree in this thread: its folded masks, the eager function of each class of layers, and others.
 _passes = threading.local()
@@ -104,14 +104,25 @@ def eager_attention(kind: type) -> Any:
 
 
 def replaced_attention(function: Any) -> Any:
-    """Returns the function that one of this module replaces, or the function itself."""
-    return next((plain for installed, plain in _installed if installed is function), function)
+    """Returns the function that those of this package replace, or the function itself."""
+    return _opened(function)[0]
+
+
+def _opened(function: Any) -> tuple[Any, list[Any]]:
+    """Returns the same, and the passes that the functions of each copy of this package know."""
+    passes = []
+    while (mark := getattr(function, _MARK, None)) is not None and mark[0] is function:
+        _, function, known = mark
+        passes.append(known)
+    return function, passes
 
 
 def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> None:
     """Registers a function for an implementation, unless it is registered already or somebody else's stands there."""
     plain = registered_attention(implementation)
-    if plain is None or (plain is not SDPA_ATTENTION and plain not in UNMASKED_ATTENTION):
+    original, passes = _opened(plain)
+    is_known = original is SDPA_ATTENTION or original in UNMASKED_ATTENTION
+    if not is_known or any(known is _passes for known in passes):
         return
 
     @functools.wraps(plain)
@@ -129,7 +140,7 @@ def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> N
             function = choose(plain, module, query, key, value, attention_mask, args, kwargs)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
-    _installed.append((attend, plain))
+    setattr(attend, _MARK, (attend, plain, _passes))
     AttentionInterface.register(implementation, attend)
 
 
