@@ -313,16 +313,6 @@ def test_windows_that_begin_in_a_longer_text_are_noticed(size: int, mask: Any, r
         target.generate(**make_prompts([6]), assistant_model=drafter)
 
 
-@pytest.mark.parametrize("num_tokens", [20, 60])
-def test_layers_that_treat_large_passes_in_another_way(num_tokens: int) -> None:
-    target = make_target(num_layers=3)
-    plain = target.model.layers[1].forward
-    target.model.layers[1].forward = lambda states, **kwargs: plain(
-        states * (1 + 0.1 * (num_tokens < states.shape[1] < 70)), **kwargs
-    )
-    check_text(target)
-
-
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
     """One layer has another function than the others."""
     register("clipped", clipped, sdpa_mask)

@@ -13,14 +13,12 @@ from chains import (
     partly_right_drafts,
 )
 from origins import Origins
-from streamers import Recorder
 from targets import make_prompts, reading
 from tiny_configs import small_config
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
-from transformers_gumiho.generation.verification import session
 from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT
 from transformers_gumiho.generation.verification.mixers import chunk_length
 from transformers_gumiho.generation.verification.traits import TargetTraits
@@ -118,21 +116,6 @@ def test_a_pause_steps_as_plain_decoding_does() -> None:
     assert_same_cache(drafted[CACHE_NAME], plain[CACHE_NAME])
 
 
-def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that repeats itself grows runs, each twice as long as the one before, here up to one of 28."""
-    target = make_chain_target("granite_hybrid")
-    drafter = make_chain_drafter(target, **SMALL_TREES)
-    token = int(target.generate(**make_prompts([5]), max_new_tokens=1)[0, -1])
-    settings = {**make_prompts([5]), "max_new_tokens": 150, "do_sample": False, "sequence_bias": {(token,): 1e4}}
-    plain = target.generate(**settings)
-    for longest in (28, 20):
-        monkeypatch.setattr(session, "NODES_PER_PASS", longest + 1)
-        with reading(target) as read:
-            drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=7)
-        assert torch.equal(drafted, plain)
-        assert max(read[1:]) == longest + 1
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_an_interrupted_generation_leaves_a_cache_to_go_on_from(family: str, lengths: list[int]) -> None:
@@ -224,22 +207,6 @@ def test_functions_that_a_user_puts_in_place_verify_chains(monkeypatch: pytest.M
     monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scan)
     assert TargetTraits.of(target).is_chain
     both(target, [5])
-
-
-def test_streamed_and_sampled_rows_end_as_in_plain_decoding() -> None:
-    target = make_chain_target("kimi_linear")
-    for lengths, do_sample in (([5], True), (BATCH, True)):
-        streamer = Recorder()
-        settings: dict[str, Any] = {
-            "do_sample": do_sample,
-            "repetition_penalty": 1.2,
-            "logits_processor": [lambda ids, scores: scores.scatter(1, ids[:, -2:-1], -torch.inf)],
-            "stopping_criteria": [lambda ids, scores: ids[:, -6:].sum(dim=1) > 80],
-        }
-        plain, _ = both(target, lengths, **settings, **({"streamer": streamer} if len(lengths) == 1 else {}))
-        assert plain.sequences.shape[1] < max(lengths) + 36, "the criterion ends it"
-        half = len(streamer.values) // 2
-        assert streamer.values[:half] == streamer.values[half:]
 
 
 def test_a_cycle_costs_its_nodes_alone_where_no_accepted_token_runs_twice(calls_of: Any) -> None:

@@ -43,8 +43,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             takes one token per cycle.
         draft_origins (`list[str]`):
             For each cycle, where its drafts came from, the same for all rows: the "drafter", also where prompt lookup
-            added some; the "context" for a run of prompt lookup alone; "pause" while the drafter paused; or "end" if
-            nothing was drafted, because one token was missing.
+            added some; "pause" while the drafter paused; or "end" if nothing was drafted, because one token was
+            missing.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
             number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.

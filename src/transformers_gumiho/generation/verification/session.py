@@ -196,11 +196,6 @@ class TargetSession:
         if self.memory is not None:
             self.memory.give_back(self.model)
 
-    @property
-    def longest_run(self) -> int | None:
-        """Most drafts of a path that is verified alone; `None` for any number."""
-        return None if self.cache.states is None else NODES_PER_PASS - 1
-
     def tokens_computed(self, num_drafts: int) -> float:
         """Returns for how many tokens a pass over `num_drafts` takes time, on average."""
         return num_drafts
