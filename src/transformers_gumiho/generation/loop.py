@@ -106,11 +106,9 @@ def decode_with_tree(
         running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
-            is_block = assistant_model.config.is_block
-            # Other drafters read a state together with the token after it.
-            read_target = assistant_model.read_target if is_block else None
-            reader = FeatureReader(target, assistant_model.config.layers_read(target.config), read_target)
-            max_new_tokens, reads_passes = sequences.max_length - sequences.prompt_length, is_block and not observers
+            reader = _reader_for(assistant_model, target)
+            max_new_tokens = sequences.max_length - sequences.prompt_length
+            reads_passes = reader.read_target is not None and not observers
             session = open_session(
                 reader, traits, input_ids, generation_config, model_kwargs, settings, max_new_tokens, reads_passes
             )
@@ -132,6 +130,7 @@ def decode_with_tree(
                 sequences.tokens_from,
                 chooser.peek_noise,
             )
+            is_block = assistant_model.config.is_block
             generator = BlockCandidateGenerator if is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
@@ -143,6 +142,13 @@ def decode_with_tree(
     if not generation_config.return_dict_in_generate:
         return sequences.final_ids()
     return _output(sequences, session.prompt.cache)
+
+
+def _reader_for(drafter: GumihoModel, target: PreTrainedModel) -> FeatureReader:
+    """Returns the reader of the target's states that a drafter needs."""
+    # Only a block drafter reads a state without the token after it.
+    read_target = drafter.read_target if drafter.config.is_block else None
+    return FeatureReader(target, drafter.config.layers_read(target.config), read_target)
 
 
 def _run_cycles(

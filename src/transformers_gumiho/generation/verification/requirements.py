@@ -115,6 +115,26 @@ def _check_tokenizers(
 def check_target(target: PreTrainedModel) -> TargetTraits:
     """Returns the traits of a target. Raises [`Unsupported`] where it can verify neither draft trees nor chains."""
     name = type(target).__name__
+    _check_class(target)
+    _check_adapters(target)
+    traits = TargetTraits.of(target)
+    attention = traits.attention
+    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
+    if attention.refusal and (attention.registered or not traits.is_chain):
+        raise Unsupported(
+            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{_LOAD_WITH_SDPA}"
+        )
+    if not traits.takes_cache:
+        raise Unsupported(_why_no_cache(target, traits))
+    if target.get_output_embeddings() is None:
+        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+    return traits
+
+
+def _check_class(target: PreTrainedModel) -> None:
+    """Refuses what is no decoder of transformers, or does not decode as transformers' own do."""
+    name = type(target).__name__
     if not isinstance(target, PreTrainedModel):
         raise Unsupported(
             f"A Gumiho assistant drafts for a `PreTrainedModel` of transformers, and {name} is none. Load the target "
@@ -135,6 +155,10 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"its states for a Gumiho assistant. Load the target anew and pass `cache_implementation='static'`, which "
             f"compiles each stage of a drafted call, or {_WITHOUT_DRAFTER}"
         )
+
+
+def _check_adapters(target: PreTrainedModel) -> None:
+    """Refuses adapters that act on the place of a token, instead of the weights."""
     # For the time of a call, PEFT replaces this method of the target by that of the model around it.
     around = getattr(target.prepare_inputs_for_generation, "__self__", None)
     adapter = getattr(around, "active_peft_config", None)
@@ -146,37 +170,29 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
         )
     if _has_active_alora(target):
         raise Unsupported(
-            f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
-            f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
+            f"An adapter of {type(target).__name__} is an activated LoRA (`alora_invocation_tokens`), which acts on "
+            f"the newest tokens of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or "
+            f"{_WITHOUT_DRAFTER}"
         )
-    traits = TargetTraits.of(target)
-    attention = traits.attention
-    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
-    if attention.refusal and (attention.registered or not traits.is_chain):
-        raise Unsupported(
-            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
-            f"{_LOAD_WITH_SDPA}"
+
+
+def _why_no_cache(target: PreTrainedModel, traits: TargetTraits) -> str:
+    # BLIP-2 and others hand their calls on.
+    inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
+    if part := next(inner, None):
+        return (
+            f"{traits.name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
+            f"pass it to `generate()` as `assistant_model`."
         )
-    if not traits.takes_cache:
-        # BLIP-2 and others hand their calls on.
-        inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
-        if part := next(inner, None):
-            raise Unsupported(
-                f"{name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
-                f"pass it to `generate()` as `assistant_model`."
-            )
-        if not keeps_dynamic_cache(target):
-            raise Unsupported(
-                f"{name} keeps a cache or states of its own kind, and drafts are verified against a `DynamicCache`. "
-                f"Use another target, or {_WITHOUT_DRAFTER}"
-            )
-        raise Unsupported(
-            f"{name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding needs. "
-            f"Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+    if not keeps_dynamic_cache(target):
+        return (
+            f"{traits.name} keeps a cache or states of its own kind, and drafts are verified against a "
+            f"`DynamicCache`. Use another target, or {_WITHOUT_DRAFTER}"
         )
-    if target.get_output_embeddings() is None:
-        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
-    return traits
+    return (
+        f"{traits.name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding "
+        f"needs. Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+    )
 
 
 def _has_active_alora(target: PreTrainedModel) -> bool:
@@ -278,16 +294,10 @@ def check_inputs(
     max_new_tokens: int,
 ) -> None:
     """
-    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call. The target does not run, except
-    for a trial of a few tokens in the first call of a chain's class and config.
-
-    Args:
-        target: A decoder-only model.
-        traits: Its traits.
-        input_ids (`(B, T)`): The prompt.
-        generation_config: As prepared by `generate()`.
-        model_kwargs: As prepared by `generate()`, the cache among them.
-        max_new_tokens: Most tokens that may follow.
+    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call: the prompt `input_ids` `(B, T)`,
+    the config and `model_kwargs` as `generate()` has prepared them, the cache among them, and at most `max_new_tokens`
+    after it. The target does not run, except for a trial of a few tokens in the first call of a chain's class and
+    config.
     """
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
@@ -304,15 +314,12 @@ def check_inputs(
 
 def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
     """Refuses a padded batch of a target that reads padding differently in a pass over several tokens."""
-    reason = None
     # GIT widens a padding mask by the tokens of an image, also in a text that has none.
-    if traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
-        reason = "of texts without images"
+    is_git = traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None
     # MiniMax M3 chooses blocks of slots by the positions of tokens, which are not the slots of a padded row: it may
     # choose padding alone.
-    elif BLOCK_INDEX_KIND in traits.windows:
-        reason = "because it chooses blocks of its cache as if no row had padding"
-    if reason is not None:
+    if is_git or BLOCK_INDEX_KIND in traits.windows:
+        reason = "of texts without images" if is_git else "because it chooses blocks as if no row had padding"
         raise Unsupported(
             f"{traits.name} cannot verify drafts in a padded batch {reason}. Generate row by row, or "
             f"{_WITHOUT_DRAFTER}"
