@@ -6,6 +6,7 @@ import pytest
 import torch
 from chains import (
     RECURRENT_FAMILIES,
+    assert_same_cache,
     both,
     draft_rate,
     make_chain_drafter,
@@ -30,21 +31,6 @@ BATCH = [4, 17, 9]
 # One family of each recurrence.
 KINDS = ["qwen3_5", "kimi_linear", "falcon_h1", "mamba2", "lfm2"]
 SMALL_TREES = {"num_assistant_tokens": 12, "branching_factor": 4}
-
-
-def tensors_of(cache: Any) -> list[torch.Tensor]:
-    """Returns all keys, values and states that a cache holds."""
-    found = []
-    for layer in cache.layers:
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            value = getattr(layer, name, None)
-            found += [own for own in (value.values() if isinstance(value, dict) else [value]) if own is not None]
-    assert len(found) >= 3
-    return found
-
-
-def assert_same_cache(drafted: Any, plain: Any) -> None:
-    torch.testing.assert_close(tensors_of(drafted), tensors_of(plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
