@@ -57,7 +57,6 @@ CACHE_NAME = (
 
 # Attribute of a compiled function with the original one.
 COMPILED_FROM = "_torchdynamo_orig_callable"
-
 # Whether PyTorch's fused attention on CPUs reads grouped keys and values.
 CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
 # Whether transformers' `sdpa` function folds the heads of a group for single queries: since 5.23.
@@ -70,8 +69,7 @@ UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, f
 # Implementations that transformers itself registers such functions for, by the start of their names.
 UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
 # transformers' own functions that make masks for `sdpa`, for `eager` attention, and for the functions above.
-SDPA_MASK: Callable[..., Any] = sdpa_mask
-EAGER_MASK: Callable[..., Any] = eager_mask
+SDPA_MASK, EAGER_MASK = sdpa_mask, eager_mask
 PADDING_MASKS: tuple[Callable[..., Any], ...] = (flash_attention_mask, flex_attention_mask)
 
 # Private names that subclasses in this package override, by the class that defines them.

@@ -74,9 +74,10 @@ class DraftingPause:
 
     def take_cycle(self) -> bool:
         """Returns whether the drafter is paused in the next cycle, and counts that cycle."""
-        is_paused = self.num_left > 0
-        self.num_left -= is_paused
-        return is_paused
+        if self.num_left == 0:
+            return False
+        self.num_left -= 1
+        return True
 
 
 @dataclass(eq=False)
@@ -175,11 +176,13 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 them itself, so no path is as long, except in fixed shapes.
             max_depth: Depth below which no node may be, also in fixed shapes: the target's positions end there.
         """
+        # 1. The root alone, where no draft can be accepted.
         if num_missing is not None and not self.shapes.are_fixed:
             max_depth = num_missing - 1 if max_depth is None else min(max_depth, num_missing - 1)
         if max_depth == 0:
             self.origin = DraftOrigin("end")
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
+        # 2. What the text says, and whether the drafter drafts.
         branch = None if self.context is None else self.context.draft(committed.tokens.device)
         self.origin = self._next_origin(committed)
         is_drafted = self.origin.source == "drafter"
@@ -187,6 +190,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch, max_depth)
+        # 3. The drafter reads what it has missed, and its tree competes with the branch.
         tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
         self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.

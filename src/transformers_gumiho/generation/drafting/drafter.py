@@ -231,6 +231,7 @@ class GumihoDrafter:
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
+            # 1. The best tokens after each path, by the features that predict them, make the next level.
             logits = self.score(self.assistant_model.predict(feature)[:, None])
             found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
@@ -241,13 +242,14 @@ class GumihoDrafter:
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
-            # Each path has its own tokens, and the features that predict the next ones.
+            # 2. The best paths go on: each has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
             tokens = level.tokens if self.token_ids is None else self.token_ids.to(level.tokens.device)[level.tokens]
             fused = self._fuse(tokens.to(feature.device), gather_rows(feature, parents))
             if self._num_heads > 0:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
+                # 3. Their candidates see those above them. They stay in the cache until the tree is drafted.
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
                 positions = (newest.position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)

@@ -159,6 +159,7 @@ class TreeCache(Cache):
         """Makes layers with a window hold the slots up to `stop`, without those that no running row sees."""
         if span.window is None or stop <= span.first + span.size:
             return
+        # What the slowest running row still sees stays. A row that has ended sees nothing that anybody reads.
         running = [*compress(self.lengths, self._is_running)] or self.lengths
         first = max(min(running) - span.window, span.first)
         self._replace_buffers(span, first, stop - first + span.window // 2)
@@ -347,6 +348,7 @@ class TreeCache(Cache):
         num_dropped = first - span.first
         outgrown, span.groups, span.first, span.size = span.groups, [], first, size
         num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
+        # Each buffer is freed as soon as its layers have new ones.
         while outgrown:
             group, users = outgrown.pop()
             at_once = max(int(num_moved / group[0].nbytes), 1)
@@ -363,6 +365,7 @@ class TreeCache(Cache):
             device = group.device
             kind = device, first, *group.shape[:4]
             if kind not in known:
+                # In each row and head, slots counted from the first one of the flattened buffer.
                 starts = self._starts_after(first, device)
                 kept = (starts + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
                 firsts = _first_slots(group.shape[:3], group.shape[3], device)
