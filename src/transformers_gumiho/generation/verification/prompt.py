@@ -11,6 +11,7 @@ from ...model.decoding_settings import DraftingSettings
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, cycle_shapes
+from .rollback import filled_layers
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
 from .takeover import take_over
 from .target_memory import StaticMemory
@@ -135,8 +136,7 @@ def open_session(
     # 5. The session, with a cache that takes over the entries of the prompt.
     memory = StaticMemory.take(model, num_rows, num_slots) if shapes.are_compiled else None
     # Attention scores have the dtype of the keys, which the last states may not have.
-    keys = (layer.keys for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None)
-    dtype = next((tensor.dtype for tensor in keys), states.last.dtype)
+    dtype = next((layer.keys.dtype for layer in filled_layers(cache)), states.last.dtype)
     session = (ChainSession if traits.is_chain else TargetSession)(
         model=model,
         traits=traits,

@@ -21,7 +21,7 @@ from ...internals import (
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
-from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS
+from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS, filled_layers
 
 
 class Unsupported(UserValueError):
@@ -117,8 +117,7 @@ class TargetTraits:
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
         if not _has_all_entries(cache):
-            keys = (getattr(layer, "keys", None) for layer in cache.layers)
-            held = [own.shape[2] for own in keys if own is not None]
+            held = [layer.keys.shape[2] for layer in filled_layers(cache)]
             raise Unsupported(
                 f"The layers of {self.name} hold {held} tokens of a text of {cache.get_seq_length()} in their cache, "
                 f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
@@ -171,7 +170,7 @@ def is_convertible(cache: Any) -> bool:
 
 def _has_all_entries(cache: DynamicCache) -> bool:
     """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
-    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    filled = filled_layers(cache)
     length = cache.get_seq_length() if filled else 0  # states alone count no tokens
     return all(
         min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
