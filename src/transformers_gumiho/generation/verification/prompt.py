@@ -11,12 +11,11 @@ from ...model.decoding_settings import DraftingSettings
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, cycle_shapes
-from .rollback import filled_layers
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
 from .takeover import take_over
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
-from .traits import TargetTraits, Unsupported
+from .traits import TargetTraits, Unsupported, filled_layers
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.

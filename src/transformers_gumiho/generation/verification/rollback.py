@@ -130,11 +130,6 @@ def held_tensors(cache: Any) -> list[torch.Tensor]:
     return [tensor for owner in (cache, *layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))]
 
 
-def filled_layers(cache: Any) -> list[Any]:
-    """Returns the layers of a cache that hold keys and values."""
-    return [layer for layer in layers_of(cache) if getattr(layer, "keys", None) is not None]
-
-
 def layers_of(cache: Any) -> list[Any]:
     """Returns the layers of a cache."""
     layers: list[Any] = getattr(cache, "layers", [])  # code of others may return anything

@@ -21,7 +21,7 @@ from ...internals import (
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
-from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS, filled_layers
+from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS
 
 
 class Unsupported(UserValueError):
@@ -157,6 +157,11 @@ def drafter_device(target: PreTrainedModel) -> torch.device:
     head = target.get_output_embeddings()
     weight = None if head is None else next(head.parameters(), None)
     return input_device(target) if weight is None or weight.is_meta else weight.device
+
+
+def filled_layers(cache: Any) -> list[Any]:
+    """Returns the layers of a cache that hold keys and values."""
+    return [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
 
 
 def is_convertible(cache: Any) -> bool:
