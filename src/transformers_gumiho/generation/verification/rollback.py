@@ -1,6 +1,5 @@
 """What layers of a target's own cache hold, and how what rejected drafts left in them is removed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,20 +113,6 @@ def owned(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def held_tensors(cache: Any) -> list[torch.Tensor]:
-    """Returns all tensors that a target's cache holds, in its layers and beside them."""
-    return [tensor for owner in (cache, *layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))]
 
 
 def layers_of(cache: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal
 
@@ -17,7 +18,7 @@ from ...commands import UserValueError
 from ...model.wrappers import in_eval_mode
 from .chains import ChainCache
 from .precision import NARROW, computing_precisely, rounds_products
-from .rollback import held_tensors
+from .rollback import layers_of
 from .target_memory import memory_of
 from .traits import TargetTraits, Unsupported, input_device
 
@@ -168,7 +169,7 @@ class Trial:
         self.target, self.traits, self.tokens, self.mask, self.num_prompt = target, traits, tokens, mask, num_prompt
         self.cache = traits.make_cache()
         self.run(tokens[:, :num_prompt], num_prompt)
-        if not held_tensors(self.cache):
+        if not _held_tensors(self.cache):
             raise UserValueError(
                 f"it added nothing to the cache in its argument `{traits.cache_argument}`, the name that this release "
                 f"of transformers uses; give its `forward` a parameter of that name"
@@ -200,7 +201,7 @@ class Trial:
 
     def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """Returns the logits, and what the cache holds."""
-        held = [tensor for tensor in held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
+        held = [tensor for tensor in _held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
         return [logits, *held]
 
 
@@ -226,6 +227,22 @@ def _run_singly(trial: Trial) -> list[torch.Tensor]:
     ends = range(trial.num_prompt + 1, trial.tokens.shape[1] + 1)
     logits = [trial.run(trial.tokens[:, end - 1 : end], end) for end in ends]
     return trial.results(torch.cat(logits[NUM_ACCEPTED:], dim=1))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _held_tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns all tensors that a target's cache holds, in its layers and beside them."""
+    return [
+        tensor for owner in (cache, *layers_of(cache)) for tensor in _tensors_in(getattr(owner, "__dict__", owner))
+    ]
 
 
 def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
