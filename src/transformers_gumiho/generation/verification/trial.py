@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -240,9 +240,8 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _held_tensors(cache: Any) -> list[torch.Tensor]:
     """Returns all tensors that a target's cache holds, in its layers and beside them."""
-    return [
-        tensor for owner in (cache, *layers_of(cache)) for tensor in _tensors_in(getattr(owner, "__dict__", owner))
-    ]
+    owners = (cache, *layers_of(cache))
+    return [tensor for owner in owners for tensor in _tensors_in(getattr(owner, "__dict__", owner))]
 
 
 def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:
