@@ -31,8 +31,8 @@ class ChainCache:
 
     Keys and values are cropped to the accepted tokens. Where a layer holds a state, a rejection restores what the
     cache held before the pass. The accepted tokens are then pending: the next pass runs them again before its nodes.
-    `is_cropped` says whether no layer holds one. Between passes `target_cache` lacks pending tokens, and may hold rejected
-    ones.
+    `is_cropped` says whether no layer holds one. Between passes `target_cache` lacks pending tokens, and may hold
+    rejected ones.
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
