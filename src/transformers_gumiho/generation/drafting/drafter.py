@@ -55,11 +55,6 @@ class NewestTokens:
     features: torch.Tensor
     position_ids: torch.Tensor
 
-    @classmethod
-    def of(cls, lengths: list[int] | torch.Tensor, *committed: torch.Tensor) -> "NewestTokens":
-        """Returns those of rows of committed tokens, features and positions, of which each has its own length."""
-        return cls(*(last_of_rows(tensor, lengths) for tensor in committed))
-
 
 @dataclass(eq=False)
 class GumihoDrafter:
@@ -128,8 +123,9 @@ class GumihoDrafter:
             noise = noise * self._scales[:, None].to(noise.device)
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if not self._has_read_prompt:
-            features = self._read_prompt(committed)
-            return self._grow_tree(NewestTokens.of(lengths, tokens, features, position_ids), noise)
+            feature = self._read_prompt(committed)
+            last = NewestTokens(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths))
+            return self._grow_tree(last, noise)
         if not self.shapes.are_fixed:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
         *older, newest = committed.split(self._max_committed)
@@ -142,7 +138,7 @@ class GumihoDrafter:
         return tree
 
     def _read_prompt(self, prompt: CommittedTokens) -> torch.Tensor:
-        """Fills the cache with the prompt. Returns the serial features of its last part, `(B, n, H)`."""
+        """Fills the cache with the prompt. Returns the serial feature of its last token, `(B, 1, H)`."""
         self._has_read_prompt = True
         mask, (num_rows, num_tokens) = prompt.attention_mask, prompt.tokens.shape
         self.cache.hide(mask)
@@ -156,7 +152,7 @@ class GumihoDrafter:
             self.cache.commit([chunk.stop - start] * num_rows)
         if self.shapes.are_fixed:
             self.cache.fix_shapes(prompt.tokens.device)
-        return features
+        return features[:, -1:]
 
     def _read_chunk(
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
@@ -198,7 +194,8 @@ class GumihoDrafter:
     ) -> DraftTree:
         """Drafts after committed tokens, whose `accepted_lengths` `(B,)` are on the device in fixed shapes."""
         features = self._read(tokens, target_states, position_ids, accepted_lengths)
-        return self._grow_tree(NewestTokens.of(accepted_lengths, tokens, features, position_ids), noise)
+        newest = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
+        return self._grow_tree(NewestTokens(*newest), noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
