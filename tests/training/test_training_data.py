@@ -341,7 +341,7 @@ def test_a_folder_of_one_kind_is_read_whole_and_one_of_several_is_refused(kind: 
     for number in range(2):
         rows = Dataset.from_list([{"text": f"{kind} {number}"}])
         getattr(rows, f"to_{kind.removesuffix('l')}")(folder / f"{number} [x].{kind}")
-    for name in (f"0.{kind}.settings.json", "notes.txt"):
+    for name in (f"0.{kind}.made_from.json", "notes.txt"):
         (folder / name).write_text("{}")
     assert len(load_conversations(str(folder))) == 2
     (folder / ("more.csv" if kind == "parquet" else "more.parquet")).write_text("text")

@@ -51,7 +51,7 @@ def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp
     for row in read_jsonl(tmp_path / "a.jsonl"):
         asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)
         assert row["generations"][0]["prompt_ids"] == asked["input_ids"]
-    assert "top_k=50" in (tmp_path / "a.prompts.jsonl.settings.json").read_text()
+    assert "top_k=50" in (tmp_path / "a.prompts.jsonl.made_from.json").read_text()
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...files import is_path, read_text
-from .run_files import SETTINGS
+from .manifest import MADE_FROM
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
 def _kind_of(name: str) -> str:
     """Returns which of the `_READERS` reads a file; empty for none."""
     kind = Path(name.lower().removesuffix(".gz")).suffix
-    return kind if kind in _READERS and not name.endswith(SETTINGS) else ""
+    return kind if kind in _READERS and not name.endswith(MADE_FROM) else ""
 
 
 def _data_files(folder: str) -> tuple[str, dict[str, list[str]]]:

@@ -83,10 +83,11 @@ def write_answers(
     seed: int,
     target: Any = None,
     tokens_per_pass: int | None = None,
+    made_from: dict[str, Any] | None = None,
 ) -> None:
     """
     Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
-    if no server runs it. It reads prompts of at most `tokens_per_pass` tokens at a time.
+    if no server runs it. It reads prompts of at most `tokens_per_pass` tokens at a time. `made_from` identifies them.
     """
     with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
@@ -112,7 +113,7 @@ def write_answers(
             sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95, args.top_k or 0),
             seed=seed,
         )
-    regenerate_dataset(rows, engine, tokenizer, path, settings)
+    regenerate_dataset(rows, engine, tokenizer, path, settings, made_from=made_from)
 
 
 def say(text: str) -> None:

@@ -53,6 +53,7 @@ def regenerate_dataset(
     settings: WritingSettings | None = None,
     *,
     chat_template_kwargs: dict[str, Any] | None = None,
+    made_from: dict[str, Any] | None = None,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
@@ -73,6 +74,7 @@ def regenerate_dataset(
         output_file: The new dataset.
         settings: How the target answers.
         chat_template_kwargs: Arguments of the chat template, such as `{"enable_thinking": False}`.
+        made_from: What identifies the answers, where that is known without looking at the rows and the loaded target.
 
     Raises:
         EndpointError: The server does not answer. What was written stays.
@@ -82,13 +84,14 @@ def regenerate_dataset(
     """
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
     dataset, renderer = plain_rows(dataset), Renderer(tokenizer)
-    begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
-    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings)
+    if made_from is None:
+        made_from = {"rows": conversations_fingerprint(dataset)} | engine.made_from
+        made_from |= tokenizer_fingerprints(tokenizer) | asdict(settings)
 
     def begin(number: int) -> Task:
         return write_row(number, dataset[number], renderer, settings)
 
-    with row_file(output_file, begun_with) as file:
+    with row_file(output_file, made_from) as file:
         file.write(_batches(dataset, engine.batch_size or len(dataset)), begin, engine, "target answers")
         rows = file.rows()
         ended = [turn["ended"] for row in rows for turn in row.get("generations", [])]

@@ -16,7 +16,8 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from ...commands import UserValueError
-from ..data.run_files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
+from ..data.manifest import Manifest, begin
+from ..data.run_files import append_rows, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine
@@ -32,7 +33,7 @@ def processes() -> PartialState:
 
 
 @contextmanager
-def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"]:
+def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]:
     """
     Opens a file of rows for this run alone.
 
@@ -46,7 +47,7 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
             file.rows()  # a user's file is not touched
-            check_begun_with(file.path, begun_with)
+            begin(file.path, made_from)
         file.collect()
         yield file
         processes().wait_for_everyone()
@@ -117,6 +118,8 @@ class RowFile:
             unfinished.unlink(missing_ok=True)
             append_rows(unfinished, rows)
             os.replace(unfinished, self.path)
+            manifest = Manifest(self.path.parent, self.path.name)
+            manifest.write(manifest.made_from, is_finished=True)
             tqdm.write(report)
 
 
