@@ -92,7 +92,7 @@ def regenerate_dataset(
         return write_row(number, dataset[number], renderer, settings)
 
     with row_file(output_file, made_from) as file:
-        file.write(_batches(dataset, engine.batch_size or len(dataset)), begin, engine, "target answers")
+        file.write(_longest_first(dataset), begin, engine, "target answers")
         rows = file.rows()
         ended = [turn["ended"] for row in rows for turn in row.get("generations", [])]
         reasons = [row.get("skipped") or row["left_out"] for row in rows if {"skipped", "left_out"} & {*row}]
@@ -177,8 +177,7 @@ def loops(ids: list[int]) -> bool:
     return len(tail) == _LOOP_TOKENS and any(tail[size:] == tail[:-size] for size in phrases)
 
 
-def _batches(dataset: Dataset, batch_size: int) -> list[list[int]]:
-    """Returns the numbers of the rows of each batch: of like length, the longest first."""
+def _longest_first(dataset: Dataset) -> list[int]:
+    """Returns the numbers of the rows: those with long questions first, so that like ones are answered together."""
     lengths = [len(first_question(row) or "") for row in dataset]
-    numbers = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    return [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
+    return sorted(range(len(lengths)), key=lambda number: -lengths[number])

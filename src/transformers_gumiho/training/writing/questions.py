@@ -100,9 +100,9 @@ def synthesize_dataset(
             # No more than are needed if all are useful: so the file is the same wherever a run was stopped.
             num_batches = math.ceil((num_prompts - len(useful)) / together)
             num_batches = num_batches if num_written else min(num_batches, _NUM_TRIED)
-            starts = [num_written + batch * together for batch in range(num_batches)]
-            file.write([range(start, start + together) for start in starts], ask, engine, "target asks")
-            num_written += num_batches * together
+            numbers = range(num_written, num_written + num_batches * together)
+            file.write(numbers, ask, engine, "target asks")
+            num_written = numbers.stop
             rows = file.rows()
             useful = _mark_duplicates(rows[:num_written])
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from glob import escape
@@ -72,27 +72,23 @@ class RowFile:
             ) from error
         return [found[number] for number in sorted(found)]
 
-    def write(
-        self, batches: Sequence[Sequence[int]], begin: Callable[[int], Task], engine: Engine, description: str
-    ) -> None:
+    def write(self, numbers: Iterable[int], begin: Callable[[int], Task], engine: Engine, description: str) -> None:
         """
-        Writes those rows of the batches that are not there yet. Of several processes, each writes some batches, and
-        the first one puts them together; behind a server, it writes alone.
+        Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
+        first one puts them together; behind a server, it writes alone.
         """
         done, state, num_tokens = self.rows(), self.state, 0
-        numbers, begin_time = {row["row"] for row in done}, time.perf_counter()
-        if engine.batch_size is None:
-            left = [number for batch in batches for number in batch if number not in numbers]
-            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
-            share: Sequence[Sequence[int]] = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
+        there, begin_time = {row["row"] for row in done}, time.perf_counter()
+        left = [number for number in numbers if number not in there]
+        if engine.batch_size is not None:
+            share = [left[state.process_index :: state.num_processes]]
         else:
-            # Each batch is the same whenever and wherever it is written.
-            share = batches[state.process_index :: state.num_processes]
-            share = [batch for batch in share if not numbers.issuperset(batch)]
+            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
+            share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
         is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
         with tqdm(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
-            for batch in share:
-                for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
+            for part in share:
+                for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
                     append_rows(self.part, [row | {"row": number}])
                     is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
