@@ -46,7 +46,7 @@ def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int
         | {
             "sampling": asdict(args.sampling(own)),
             "generation_config": own_settings(own),
-            "data": None if rows is None else conversations_fingerprint(rows),
+            "data": None if rows is None else conversations_fingerprint(rows.select_columns("conversation")),
             "num_prompts": args.num_prompts if rows is None else None,
             "openings": None if args.openings is None else file_fingerprint(args.openings),
             "seed": seed,

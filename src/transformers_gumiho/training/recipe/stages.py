@@ -30,7 +30,7 @@ from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.manifest import MADE_FROM, Manifest
 from ..data.open_text import encode_turn
-from ..data.preparation import split_rows
+from ..data.preparation import size_of_prompts, split_rows
 from ..data.run_files import ask_before_deleting
 from ..feature_cache import TARGET_FOLDER, FeatureDataset, is_complete, layer_fields, row_lengths
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
@@ -160,9 +160,10 @@ class Run:
         args = self.args
         if args.writes_prompts:
             return None
-        rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
-        if not args.regenerate:
-            say(report)
+        rows, report = load_rows(
+            args, load_tokenizer(args), self.target_config, answered=not args.regenerate, num_proc=args.num_proc
+        )
+        say(report)
         return rows
 
     def forget(self, stage: str) -> None:
@@ -238,8 +239,8 @@ class Run:
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
         max_length = row_length(args, self.target_config)
         if args.regenerate:
-            tokens = sum(len(tokenizer(first_question(row) or "")["input_ids"]) for row in sample) / len(sample)
-            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
+            size = size_of_prompts(rows, ANSWER_SHARE * args.max_new_tokens, max_length)
+            return size.num_rows, size.num_tokens / size.num_rows
         encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
         lengths = row_lengths(encoded) or [0]
         return len(rows), sum(lengths) / len(lengths)
@@ -283,7 +284,9 @@ class Run:
             say("write: finished before")
             return
         target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
-        write_answers(args, load_tokenizer(args), self.answers, seed, target, budget, made_from=contents)
+        write_answers(
+            args, load_tokenizer(args), self.answers, seed, target, budget, rows=self.rows, made_from=contents
+        )
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
