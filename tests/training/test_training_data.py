@@ -1,8 +1,10 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import errno
 import gzip
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.arrow_writer import ArrowWriter
 from tokenizers import normalizers
 from training_data import (
     CHATML,
@@ -290,6 +293,38 @@ def test_data_that_cannot_be_read_is_named(name: str, data: bytes, message: str,
         Dataset.from_dict({"text": []}).save_to_disk(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name}' cannot be read: .*{message}"):
         load_conversations(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "folder"])
+def test_a_file_that_has_changed_is_read_again_whatever_its_time(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    file = path / "a.jsonl" if name == "folder" else path
+    for text in ("os", "re"):
+        Dataset.from_list([{"text": text}]).to_csv(file) if name == "data.csv" else write_jsonl(file, [{"text": text}])
+        os.utime(file, (1e9, 1e9))
+        (row,) = load_conversations(str(path))
+        assert (json.loads(row["json_line"]) if "json_line" in row else row) == {"text": text}
+
+
+def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
+    tmp_path: Path, config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "import os"}])
+    rows = load_conversations(path)
+
+    def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArrowWriter, "write_table", write)
+    monkeypatch.setattr(ArrowWriter, "write_batch", write)
+    message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
+    write_jsonl(path, [{"text": "import re"}])
+    with pytest.raises(OSError, match=message):
+        load_conversations(path)
+    with pytest.raises(OSError, match=message):
+        prepare_dataset(rows, make_tokenizer(), config, max_length=64)
 
 
 def test_a_table_of_texts_keeps_them_as_they_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
 from .conversations import Example, read_row
-from .datasets import JSON_LINE, MalformedRowError
+from .datasets import JSON_LINE, MalformedRowError, full_cache_named
 from .open_text import with_template_kwargs
 from .rendering import Renderer, counting_states
 
@@ -274,10 +274,12 @@ def _read_rows(
     Renderer(tokenizer)  # refuses a tokenizer that it cannot read
     features = Features(columns | {"row": Value("int64"), "problem": Value("string")})
     settings |= {"read": read, "tokenizer": tokenizer, "names": [*features], "format_version": _FORMAT}
-    return dataset.map(
-        _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
-        features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
-    ).with_format(None)  # fmt: skip
+    with full_cache_named():
+        found = dataset.map(
+            _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
+            features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
+        )  # fmt: skip
+    return found.with_format(None)
 
 
 def _sorted_out(found: Dataset) -> tuple[list[int], dict[str, list[int]]]:
