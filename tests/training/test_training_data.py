@@ -34,7 +34,7 @@ from transformers_gumiho.training import GumihoDataCollator, load_conversations,
 from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
 
 
 ROW = ("input_ids", "loss_mask")
@@ -311,7 +311,7 @@ def test_a_file_that_has_changed_is_read_again_whatever_its_time(name: str, tmp_
 def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
     tmp_path: Path, config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "import os"}])
+    path, other = (write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"import {name}"}]) for name in ("os", "re"))
     rows = load_conversations(path)
 
     def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
@@ -320,9 +320,8 @@ def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
     monkeypatch.setattr(ArrowWriter, "write_table", write)
     monkeypatch.setattr(ArrowWriter, "write_batch", write)
     message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
-    write_jsonl(path, [{"text": "import re"}])
     with pytest.raises(OSError, match=message):
-        load_conversations(path)
+        load_conversations(other)
     with pytest.raises(OSError, match=message):
         prepare_dataset(rows, make_tokenizer(), config, max_length=64)
 
@@ -574,7 +573,8 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     usable, report = usable_rows(
         Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
     )
-    assert usable["prompt"] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    assert [make_tokenizer().decode(ids) for ids in usable["prompt_ids"]] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    assert size_of_prompts(usable, 50, 64) == (4, 200 + sum(map(len, usable["prompt_ids"])), 54)
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report

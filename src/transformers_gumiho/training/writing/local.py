@@ -199,7 +199,7 @@ class _Batch:
         self.ids = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
         places = torch.arange(width, device=device)
         self.mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
-        self.cache = DynamicCache(config=target.config) if has_cache else None
+        self.cache: Any = DynamicCache(config=target.config) if has_cache else None
 
     def join(self, new: "_Batch") -> None:
         """Takes the rows of another batch, which has a cache where this one does."""
@@ -209,7 +209,7 @@ class _Batch:
             return
         width = max(self.ids.shape[1], new.ids.shape[1])
         both = [(batch, width - batch.ids.shape[1]) for batch in (self, new)]
-        for number, layer in enumerate(self.cache.layers if self.cache else ()):
+        for number, layer in enumerate(() if self.cache is None else self.cache.layers):
             for name in ("keys", "values"):
                 parts = [(getattr(batch.cache.layers[number], name), gap) for batch, gap in both]
                 setattr(layer, name, torch.cat([pad(states, (0, 0, gap, 0)) for states, gap in parts]))
