@@ -274,3 +274,25 @@ def test_trees_are_small_by_default_on_accelerators() -> None:
     for has_states, size in ((True, (16, 4)), (False, (63, 14))):
         settings = DraftingSettings.from_generation_config(own, drafter.config, None, 1, "cuda", has_states)
         assert (settings.num_assistant_tokens, settings.branching_factor) == size
+
+
+def test_a_returned_cache_records_its_past_as_plain_decodings_does() -> None:
+    target = make_chain_target("lfm2")
+    drafter, texts = make_chain_drafter(target, **SMALL_TREES), []
+    for assistant in ({}, {"assistant_model": drafter}):
+        call = make_prompts([5]) | {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+        first = target.generate(**call, **assistant)
+        cache, text = getattr(first, CACHE_NAME), first.sequences
+        cache.activate_past_recording()
+        with torch.no_grad():
+            target(text[:, -1:], **{CACHE_NAME: cache})
+            target(text[:, :6], **{CACHE_NAME: cache})
+        cache.crop(-4)
+        if assistant:
+            with pytest.raises(ValueError, match=r"that record their past \(`activate_past_recording`\)"):
+                target.generate(text[:, -1:].repeat(1, 20), **{CACHE_NAME: cache}, **assistant, max_new_tokens=4)
+        with torch.no_grad():
+            logits = target(text[:, :1], **{CACHE_NAME: cache}).logits
+        texts.append((text, logits))
+    assert texts[0][0].equal(texts[1][0])
+    torch.testing.assert_close(texts[0][1], texts[1][1])

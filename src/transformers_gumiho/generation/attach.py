@@ -16,7 +16,7 @@ from ..commands import UserValueError
 from ..files import check_folder
 from ..internals import ENTRY, extend_generation_step, named_arguments, prepared_request
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
+from ..model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
 from .verification.placement import drafter_device
 from .verification.requirements import check_pair, check_request, check_target
@@ -198,26 +198,37 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
         ValueError: It is another model.
     """
     named = (place or memory_of(target).attachments[-1]).named
-    is_own = str(name) == OWN_MTP_LAYERS
-    where = target.config.name_or_path if is_own else name
-    source = os.path.abspath(where) if os.path.isdir(where) else str(where)
-    files, device = _files_of(where), drafter_device(target)
+    where, places = place_of_drafter(target, name)
+    folder = Path(where, places.get("subfolder", ""))
+    source = str(folder.absolute()) if folder.is_dir() else f"{where} {places or ''}"
+    files, device = _files_of(folder), drafter_device(target)
     drafter, known_files = named.get(source, (None, None))
     if drafter is None or (known_files, drafter.device, drafter.dtype) != (files, device, target.dtype):
         # A drafter that is known needs no request to the Hub.
-        where, options = own_mtp_layers(target.config) if is_own else (where, {})
+        if str(name) == OWN_MTP_LAYERS:
+            check_mtp_layers(where, places)
         check_folder(str(where), has_config=False)
-        drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **options)
+        drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **places)
         if drafter.config.has_embedding or drafter.config.owns_head:  # others read the target's in the first call
             drafter.share_embedding(target)
         named[source] = drafter, files
     return drafter
 
 
-def _files_of(name: str | os.PathLike) -> list[tuple[str, int, int]]:
+def place_of_drafter(target: nn.Module, name: str | os.PathLike) -> tuple[str, dict[str, Any]]:
+    """
+    Returns the folder or the name on the Hub that a drafter's name stands for, and the arguments of `from_pretrained`
+    that say where it is. `"mtp"` stands for the checkpoint that the target was loaded from.
+    """
+    if str(name) == OWN_MTP_LAYERS:
+        return target.config.name_or_path, memory_of(target).places
+    return str(name), {}
+
+
+def _files_of(folder: Path) -> list[tuple[str, int, int]]:
     """Returns when the configs and weights of a folder were written, and their sizes. A name on the Hub has none."""
     suffixes = (".json", ".safetensors", ".bin")
-    files = [(path.name, path.stat()) for path in Path(name).glob("*") if path.suffix in suffixes]
+    files = [(path.name, path.stat()) for path in folder.glob("*") if path.suffix in suffixes]
     return sorted((file, found.st_mtime_ns, found.st_size) for file, found in files)
 
 
