@@ -40,8 +40,7 @@ VOCAB_SIZE = 24
 def load(target: MtpTarget, **settings: Any) -> GumihoModel:
     """Returns the drafter of a target's MTP layer. It never pauses."""
     drafter = GumihoModel.from_pretrained(target.folder, dtype=torch.float32)
-    settings = TREES | ({"branching_factor": 1} if target.family.is_chain else {}) | settings
-    drafter.generation_config.update(break_even=0.01, full_tree_attention=False, **settings)
+    drafter.generation_config.update(break_even=0.01, full_tree_attention=False, **TREES | settings)
     return drafter
 
 
@@ -99,8 +98,6 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_the_text_stays_plain_decodings(way: str, target: MtpTarget) -> None:
-    if way == "static" and target.family.is_chain:
-        pytest.skip("chains have no fixed shapes")
     equals_plain(target.model, load(target, draft_vocabulary=list(range(0, VOCAB_SIZE, 2))), **WAYS[way])
     equals_plain(target.model, "mtp", **WAYS[way])
 

@@ -36,7 +36,6 @@ class Family:
         plus_one: Whether norms multiply by `1 + weight`.
         fields: Fields of the target's config.
         renamed: Names in the layer that are not those of the target's layers.
-        is_chain: Whether the target drafts chains.
         model_type: Its type, where that is not the family's name.
     """
 
@@ -49,7 +48,6 @@ class Family:
     plus_one: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
-    is_chain: bool = False
     model_type: str | None = None
 
 
@@ -182,7 +180,7 @@ _BESIDE = tuple(f"mtp.{n}" for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidde
 _LISTED = tuple(f"model.mtp.layers.0.{n}" for n in ("enorm", "hnorm", "eh_proj", "final_layernorm", ""))
 _PARTS = ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", None, "model.mtp_block.0.")
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-_QWEN = {"plus_one": True, "is_chain": True, "fields": _HYBRID}
+_QWEN = {"plus_one": True, "fields": _HYBRID}
 _SLIDING = grouped_attention("sliding_attention")
 _MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],

@@ -144,7 +144,7 @@ class GumihoGenerationMixin(GenerationMixin):
 def install() -> None:
     """
     Extends two steps of transformers' `generate()` for Gumiho drafters, and the end of `from_pretrained`, which notes
-    where a target is from. Calls without such a drafter run transformers' own code. Calling this again changes nothing.
+    where a target is from. Calls without such a drafter run transformers' own code. Repeating it changes nothing.
     """
     extend_generation_step(VALIDATION_STEP, _validate_generation_mode)
     extend_generation_step(DECODING_STEP, _assisted_decoding)

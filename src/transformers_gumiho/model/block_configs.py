@@ -86,7 +86,11 @@ def block_fields(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> d
     """
     if fields.get("model_type") == _MUSE:
         # Its vocabulary is the target's. Its layers slide both ways, and see as far as the window's last token.
-        fields = fields | {"vocab_size": 0, "is_causal": False, "sliding_window": fields.get("sliding_window", 2048) + 1}
+        fields = fields | {
+            "vocab_size": 0,
+            "is_causal": False,
+            "sliding_window": fields.get("sliding_window", 2048) + 1,
+        }
     head = PublishedHead(fields, "dflash_config", name_or_path)
     head.shapes = shapes
     _check_names(head)
