@@ -20,7 +20,7 @@ from ..model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
 from .verification.placement import drafter_device
 from .verification.requirements import check_pair, check_request, check_target
-from .verification.target_memory import Attachment, memory_of
+from .verification.target_memory import Attachment, memory_of, place_of
 from .verification.traits import TargetTraits, Unsupported
 from .verification.trial import check_multi_token_decode
 
@@ -198,31 +198,22 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
         ValueError: It is another model.
     """
     named = (place or memory_of(target).attachments[-1]).named
-    where, places = place_of_drafter(target, name)
+    is_own = str(name) == OWN_MTP_LAYERS
+    where, places = place_of(target) if is_own else (str(name), {})
     folder = Path(where, places.get("subfolder", ""))
     source = str(folder.absolute()) if folder.is_dir() else f"{where} {places or ''}"
     files, device = _files_of(folder), drafter_device(target)
     drafter, known_files = named.get(source, (None, None))
     if drafter is None or (known_files, drafter.device, drafter.dtype) != (files, device, target.dtype):
         # A drafter that is known needs no request to the Hub.
-        if str(name) == OWN_MTP_LAYERS:
+        if is_own:
             check_mtp_layers(where, places)
-        check_folder(str(where), has_config=False)
+        check_folder(where, has_config=False)
         drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **places)
         if drafter.config.has_embedding or drafter.config.owns_head:  # others read the target's in the first call
             drafter.share_embedding(target)
         named[source] = drafter, files
     return drafter
-
-
-def place_of_drafter(target: nn.Module, name: str | os.PathLike) -> tuple[str, dict[str, Any]]:
-    """
-    Returns the folder or the name on the Hub that a drafter's name stands for, and the arguments of `from_pretrained`
-    that say where it is. `"mtp"` stands for the checkpoint that the target was loaded from.
-    """
-    if str(name) == OWN_MTP_LAYERS:
-        return target.config.name_or_path, memory_of(target).places
-    return str(name), {}
 
 
 def _files_of(folder: Path) -> list[tuple[str, int, int]]:

@@ -110,6 +110,14 @@ def memory_of(module: nn.Module) -> TargetMemory:
     return _memories.get(module) or _memories.setdefault(module, TargetMemory())
 
 
+def place_of(target: Any) -> tuple[str, dict[str, Any]]:
+    """
+    Returns the folder or the name on the Hub that a target was loaded from, and the arguments of `from_pretrained` that
+    said where it is.
+    """
+    return target.config.name_or_path, memory_of(target).places
+
+
 def free_memory(target: nn.Module) -> None:
     """
     Frees the memory that calls keep for a target.

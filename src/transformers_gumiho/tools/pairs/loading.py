@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ...commands import UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
-from ...generation.attach import place_of_drafter
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
+from ...generation.verification.target_memory import place_of
 from ...generation.verification.traits import TargetTraits
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.modeling_gumiho import GumihoModel
@@ -37,7 +37,7 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
         check_folder(str(args.assistant), has_config=False)
     target, tokenizer = load_target(args)
     with as_user_errors():
-        name, options = place_of_drafter(target, str(args.assistant))
+        name, options = place_of(target) if is_own else (str(args.assistant), {})
         if is_own:
             check_mtp_layers(name, options)
         if args.target_layer_ids is not None:
