@@ -112,8 +112,8 @@ def memory_of(module: nn.Module) -> TargetMemory:
 
 def place_of(target: Any) -> tuple[str, dict[str, Any]]:
     """
-    Returns the folder or the name on the Hub that a target was loaded from, and the arguments of `from_pretrained` that
-    said where it is.
+    Returns the folder or the name on the Hub that a target was loaded from, and the arguments of `from_pretrained`
+    that said where it is.
     """
     return target.config.name_or_path, memory_of(target).places
 
