@@ -529,7 +529,7 @@ def test_pictures_of_large_trees_are_valid_and_small(tmp_path: Path) -> None:
         f"{match[1]} {match[2]}" for match in re.finditer(r"^ (\d\.\d{3})  (\d\.\d{3}) ", printed, re.M)
     )
     assert sum("✓" in (text or "") for text in written) - 1 == printed.count(" * ")
-    assert f"after {re.search(r'^after (.*)$', printed, re.M)[1]}" in written
+    assert f"after {re.search(r'^cycle 1, after (.*)$', printed, re.M)[1]}" in written
 
 
 def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:

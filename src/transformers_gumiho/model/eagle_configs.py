@@ -6,7 +6,7 @@ that are read, the rotary embedding, and where norms apply. [`PublishedHead`] re
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -63,9 +63,9 @@ def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     return any(_DRAFTERS.search(str(name)) for name in names)
 
 
-def is_of_language_model(shapes: Shapes) -> bool:
-    """Whether tensors are a language model's, and not a drafter's, of any method."""
-    return not any(map(_OF_DRAFTERS.match, shapes))
+def is_of_language_model(names: Iterable[str]) -> bool:
+    """Whether the plain names of tensors are a language model's, and not a drafter's, of any method."""
+    return not any(map(_OF_DRAFTERS.match, names))
 
 
 def eagle_fields(

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.loading import find_packaged_folder, is_of_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
@@ -60,6 +60,9 @@ def write_served_target(args: AttachArguments) -> str:
             with.
         OSError: The target or the drafter cannot be found.
     """
+    check_folder(args.target)
+    if args.drafter != OWN_MTP_LAYERS:
+        check_folder(args.drafter, has_config=False)
     layers = args.target if args.drafter == OWN_MTP_LAYERS else args.drafter
     if not has_mtp_layers(layers, {}) and (args.drafter == OWN_MTP_LAYERS or not is_drafter(args.drafter)):
         raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")

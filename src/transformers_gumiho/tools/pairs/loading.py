@@ -11,6 +11,7 @@ from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...model.decoding_settings import DraftingSettings, override_settings
+from ...model.loading import is_misread_drafter
 from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
 from ...training.data.open_text import load_tokenizer
@@ -91,7 +92,7 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
     with as_user_errors(), damaged_files_named(name):
         target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map or here)
-    if isinstance(target, GumihoModel):
+    if isinstance(target, GumihoModel) or is_misread_drafter(target):
         raise UserValueError(
             f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
         )
