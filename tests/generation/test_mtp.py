@@ -22,7 +22,8 @@ from transformers_gumiho.custom_generation import generate_attached
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.model import mtp_layouts
-from transformers_gumiho.tools.serving_folder import AttachArguments, is_drafter, write_served_target
+from transformers_gumiho.model.loading import is_drafter
+from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 from transformers_gumiho.tools.tuning.command import TuningArguments, tune
 
 

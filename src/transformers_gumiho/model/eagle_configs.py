@@ -52,7 +52,7 @@ _DRAFTERS = re.compile(
 # Fields by which targets count or describe their own MTP layers.
 _OF_TARGETS = re.compile(r"num_mtp_layers|num_nextn_predict_layers|mtp_.+")
 # Tensors that drafters have and language models have not.
-_OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
+_OF_DRAFTERS = re.compile(r"(fc|medusa_head|(mlp\.)?\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
 
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserValueError
-from ..files import PLACES
+from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .block_configs import block_fields, is_block_drafter
 from .checkpoint_files import plain_name, read_entry, tensor_files, tensor_shapes
@@ -90,11 +90,6 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
         found = eagle_fields(fields, shapes, name_or_path)
         if found is not None:
             return found
-        if shapes() and is_of_language_model(shapes()):
-            raise UserValueError(
-                f"{where}: its tensors are a language model's. Give a drafter that was trained for your target. "
-                f"Transformers' own assisted generation takes a language model as `assistant_model`."
-            )
         fields = _with_own_layers(fields, shapes(), name_or_path)
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
@@ -108,6 +103,11 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
             f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
             f"or its `GumihoConfig` as `config`."
         )
+    if shapes() and is_of_language_model(shapes()):
+        raise UserValueError(
+            f"{where}: its tensors are a language model's. Give a drafter that was trained for your target. "
+            f"Transformers' own assisted generation takes a language model as `assistant_model`."
+        )
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
 
@@ -119,6 +119,23 @@ def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) 
         return fields
     PublishedHead(fields, "", name_or_path).warn_of_copies(own)
     return fields | own
+
+
+def is_drafter(name: str | os.PathLike) -> bool:
+    """
+    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
+    no code from there. Raises `ValueError` where no config can be read.
+    """
+    if find_packaged_folder(str(name)):
+        return True
+    try:
+        with damaged_files_named(name):
+            config, _ = PreTrainedConfig.get_config_dict(str(name))
+            return is_of_drafter(config, name)
+    except OSError as error:
+        raise UserValueError(
+            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
+        ) from error
 
 
 def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
