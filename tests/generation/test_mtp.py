@@ -28,7 +28,8 @@ from transformers_gumiho.generation.drafting.candidate_generator import estimate
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model import mtp_layouts
-from transformers_gumiho.tools.serving_folder import AttachArguments, is_drafter, write_served_target
+from transformers_gumiho.model.loading import is_drafter
+from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 from transformers_gumiho.tools.tuning.command import TuningArguments, tune
 from transformers_gumiho.training import FeatureDataset
 

@@ -6,7 +6,7 @@ that are read, the rotary embedding, and where norms apply. [`PublishedHead`] re
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -47,7 +47,7 @@ _DRAFTERS = re.compile(
 # Fields by which targets count or describe their own MTP layers.
 _OF_TARGETS = re.compile(r"num_mtp_layers|num_nextn_predict_layers|mtp_.+")
 # Tensors that drafters have and language models have not.
-_OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
+_OF_DRAFTERS = re.compile(r"(fc|medusa_head|(mlp\.)?\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
 
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
@@ -58,9 +58,9 @@ def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     return any(_DRAFTERS.search(str(name)) for name in names)
 
 
-def is_of_language_model(shapes: Shapes) -> bool:
-    """Whether tensors are a language model's, and not a drafter's, of any method."""
-    return not any(map(_OF_DRAFTERS.match, shapes))
+def is_of_language_model(names: Iterable[str]) -> bool:
+    """Whether the plain names of tensors are a language model's, and not a drafter's, of any method."""
+    return not any(map(_OF_DRAFTERS.match, names))
 
 
 def eagle_fields(

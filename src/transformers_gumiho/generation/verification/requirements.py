@@ -240,7 +240,7 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         logger.warning_once(
             f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
             f"layers {list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with "
-            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained`."
+            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained` (in commands: --target_layer_ids)."
         )
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserError, UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...generation.verification.target_memory import place_of
 from ...generation.verification.traits import TargetTraits
 from ...model.decoding_settings import DraftingSettings, override_settings
+from ...model.loading import is_drafter
 from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ...training.data.open_text import load_tokenizer
@@ -87,6 +88,13 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         raise UserValueError("Name the target with --target.")
     name, dtype, device_map = args.target, args.dtype, args.device_map
     check_folder(name)
+    is_of_drafter = False
+    with suppress(UserError):  # which loading reports
+        is_of_drafter = is_drafter(name)
+    if is_of_drafter:
+        raise UserValueError(
+            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
+        )
     if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -96,9 +104,5 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
     with as_user_errors(), damaged_files_named(name):
         target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map or here)
-    if isinstance(target, GumihoModel):
-        raise UserValueError(
-            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
-        )
     target.generation_config.update(**ONE_ROW_EACH)
     return target, tokenizer
