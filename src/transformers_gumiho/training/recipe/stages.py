@@ -168,8 +168,7 @@ class Run:
         if args.writes_prompts:
             return None
         rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
-        if not args.regenerate:
-            say(report)
+        say(report)
         return rows
 
     def forget(self, stage: str) -> None:
@@ -290,7 +289,9 @@ class Run:
 
         def write() -> None:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, load_tokenizer(args), self.answers, seed, target, self.training_args.pass_budget)
+            write_answers(
+                args, load_tokenizer(args), self.answers, seed, self.rows, target, self.training_args.pass_budget
+            )
 
         self._once("write", contents, write, alone=False)
 
