@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
@@ -20,6 +19,7 @@ from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from .cache_writer import CacheWriter, delete_unfit, missing_rows, write_target
 from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of
+from .data.bars import progress_bar
 from .data.budget import within_budget
 from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
 from .data.manifest import Manifest
@@ -120,7 +120,7 @@ def write_feature_cache(
         batches = batches[state.process_index :: state.num_processes]
         num_tokens = sum(lengths[row] for batch in batches for row in batch)
         settings = {"unit": "token", "unit_scale": True, "disable": not (batches and state.is_local_main_process)}
-        with tqdm(desc="extracting features", total=num_tokens, **settings) as bar:
+        with progress_bar(desc="extracting features", total=num_tokens, **settings) as bar:
             found = _extract(rows, batches, features, dtype, bar.update)
             _save_rows(found, CacheWriter(folder, state.process_index), shard_bytes)
         state.wait_for_everyone()

@@ -284,9 +284,7 @@ class Run:
             say("write: finished before")
             return
         target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
-        write_answers(
-            args, load_tokenizer(args), self.answers, seed, target, budget, rows=self.rows, made_from=contents
-        )
+        write_answers(args, load_tokenizer(args), self.answers, seed, self.rows, target, budget, contents)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from ...commands import UserValueError
+from ..data.bars import progress_bar
 from ..data.manifest import Manifest, begin
 from ..data.run_files import append_rows, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
@@ -86,7 +87,7 @@ class RowFile:
             starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
             share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
         is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
-        with tqdm(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
+        with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
             for part in share:
                 for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
                     append_rows(self.part, [row | {"row": number}])
