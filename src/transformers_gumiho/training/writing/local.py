@@ -106,13 +106,14 @@ class LocalEngine:
             try:
                 answered = self._step(batch, waiting)
             except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
                 # Rows begin again where they are, with fewer beside them.
                 rows = {row.number: row for row in [*batch.rows, *waiting]}.values()
                 answered, waiting = [row for row in rows if row.is_done], [row for row in rows if not row.is_done]
-                if len(rows) == 1:
-                    raise
-                batch, self.batch_size = _Batch([], self.target, self._is_open), max(len(rows) // 2, 1)
-                tqdm.write(f"The device's memory is too small for {len(rows)} rows: now {self.batch_size} at a time.")
+                batch, num_rows = _Batch([], self.target, self._is_open), min(self.batch_size, len(rows))
+                self.batch_size = max(num_rows // 2, 1)
+                tqdm.write(f"The device's memory is too small for {num_rows} rows: now {self.batch_size} at a time.")
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Answers requests. Raises `ValueError` as [`run`] does."""
