@@ -343,7 +343,12 @@ def test_a_full_disk_is_told_and_the_run_goes_on(
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "files", [["model.safetensors"], ["work/features/shard-00000.safetensors", "work/held_out/cache.json"]], ids=len
+    "files",
+    [
+        ["model.safetensors"],
+        ["work/features/shard-000-00000.safetensors", "work/held_out/shard-000-00000.safetensors"],
+    ],
+    ids=len,
 )
 def test_a_finished_run_makes_again_what_is_missing(
     folder: Path, whole: Path, files: list[str], how: str, tmp_path: Path
