@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,7 +28,8 @@ from training_data import write_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, TrainerState
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from transformers_gumiho.training import FeatureDataset, GumihoTrainer, GumihoTrainingArguments, feature_extraction
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer, GumihoTrainingArguments
+from transformers_gumiho.training.cache_writer import CacheWriter
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
@@ -260,7 +262,7 @@ def test_a_drafter_that_training_harms_stays_as_it_was(folder: Path, whole: Path
     output = gumiho(
         "train", *words, "--stages", "train", "--learning_rate", 0.1, "--warmup_steps", 0, "--max_steps", 1
     )
-    assert re.search(r"train 1/1  begins with  agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
+    assert re.search(r"train 1/1  step 0: agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
     assert "train 1/1: nothing was better than the drafter to begin with, which stays" in output
     assert_same_drafter(folder / "harmed", whole)
 
@@ -282,7 +284,7 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     interrupt(row_file, "append_rows", 1, *run)
     with (work / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    interrupt(feature_extraction, "save_shard", 1, *run)
+    interrupt(CacheWriter, "save", 1, *run)
     interrupt(GumihoTrainer, "train", 1, *run)
     interrupt(GumihoTrainer, "training_step", 3, *run)
     assert (work / "heads" / "checkpoint-3").is_dir()
@@ -292,7 +294,9 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     assert_same_drafter(whole, folder / "stopped")
 
 
-def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*PUBLISHED, "--max_steps", -1, "--num_train_epochs", 2, "--tokens_per_step", 256, "--save_steps", 1]
     runs = {name: command(folder, name, *words) for name in ("tokens", "stopped_tokens")}
     for name, run in runs.items():
@@ -304,7 +308,11 @@ def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter
     num_steps = state["max_steps"] // 2
     assert num_steps > 3
     interrupt(GumihoTrainer, "training_step", num_steps + 2, *runs["stopped_tokens"])
+    assert "gumiho train: Interrupted. Run the same command again: it continues." in capsys.readouterr().err
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers.trainer_utils"), "callHandlers", said.append)
     assert "published: continues from" in gumiho(*runs["stopped_tokens"])
+    assert not said, "transformers compares with the checkpoint"
     assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 
@@ -335,7 +343,12 @@ def test_a_full_disk_is_told_and_the_run_goes_on(
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "files", [["model.safetensors"], ["work/features/shard-00000.safetensors", "work/held_out/cache.json"]], ids=len
+    "files",
+    [
+        ["model.safetensors"],
+        ["work/features/shard-000-00000.safetensors", "work/held_out/shard-000-00000.safetensors"],
+    ],
+    ids=len,
 )
 def test_a_finished_run_makes_again_what_is_missing(
     folder: Path, whole: Path, files: list[str], how: str, tmp_path: Path

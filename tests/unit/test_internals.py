@@ -40,7 +40,7 @@ RELIED_ON = {
     "transformers.GenerationMixin": (
         "_validate_generation_mode", "_assisted_decoding", "_extract_generation_mode_kwargs", "_prefill", "_sample",
         "_prepare_generation_config", "_prepare_cache_for_generation", "_valid_auto_compile_criteria",
-        "_supports_default_dynamic_cache", "_update_model_kwargs_for_generation",
+        "_supports_default_dynamic_cache", "_update_model_kwargs_for_generation", "adjust_generation_fn",
     ),
     # What mixers call, for which the algebra of trees stands in.
     "transformers.models.qwen3_5.modeling_qwen3_5": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
@@ -114,7 +114,7 @@ def test_private_names_that_classes_override_are_listed() -> None:
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
 
 
-def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
+def test_importing_replaces_three_steps_and_nothing_else() -> None:
     """Of all classes and functions that other models run. Nothing of vLLM is imported."""
     script = """
 import sys
@@ -137,8 +137,8 @@ print(*(name for name in sys.modules if "vllm" in name))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    steps = ["GenerationMixin._assisted_decoding", "GenerationMixin._validate_generation_mode"]
-    assert run.stdout.split() == steps
+    steps = ["_assisted_decoding", "_validate_generation_mode", "adjust_generation_fn"]
+    assert run.stdout.split() == [f"GenerationMixin.{name}" for name in steps]
 
 
 def test_only_what_may_be_compiled_on_this_device_is() -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from transformers.configuration_utils import PreTrainedConfig
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.loading import find_packaged_folder, is_of_drafter
+from ..model.loading import is_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..training.data.open_text import load_tokenizer
+from ..training.recording import check_settings
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -43,6 +43,8 @@ class AttachArguments:
     drafter: str = option("Gumiho drafter: a folder or a name on the Hub; `mtp`: the target's MTP layers.", REQUIRED)
     output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
     record: str | None = option("Feature cache to record what is generated in, prompts included.")
+    record_share: float = option("Share of the calls to record.", 1.0)
+    record_max_gigabytes: float = option("Size of the recorded rows; the oldest are deleted to make room.", 10.0)
     copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
 
 
@@ -57,9 +59,12 @@ def write_served_target(args: AttachArguments) -> str:
     Raises:
         ValueError: The drafter is not a Gumiho drafter or has another vocabulary, the folder is not empty, or the
             target is an adapter or a drafter, has no weights, has a `custom_generate`, or has no tokenizer to record
-            with.
+            with, or the size or share of a recording is out of range.
         OSError: The target or the drafter cannot be found.
     """
+    check_folder(args.target)
+    if args.drafter != OWN_MTP_LAYERS:
+        check_folder(args.drafter, has_config=False)
     layers = args.target if args.drafter == OWN_MTP_LAYERS else args.drafter
     if not has_mtp_layers(layers, {}) and (args.drafter == OWN_MTP_LAYERS or not is_drafter(args.drafter)):
         raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
@@ -70,6 +75,7 @@ def write_served_target(args: AttachArguments) -> str:
     _check_source(args.target, source)
     _check_vocabulary(layers, source)
     if args.record is not None:
+        check_settings(args.record_max_gigabytes, args.record_share)
         load_tokenizer(str(source), None, None)  # which a recording needs
         if Path(args.record).is_file():
             raise UserValueError(f"{args.record!r} is a file. Name a folder with --record.")
@@ -86,28 +92,14 @@ def write_served_target(args: AttachArguments) -> str:
     drafter = args.drafter
     if drafter != OWN_MTP_LAYERS and os.path.isdir(drafter):
         drafter = os.path.abspath(drafter)
-    record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
+    record = ""
+    if args.record is not None:
+        settings = {"max_gigabytes": args.record_max_gigabytes, "share": args.record_share}
+        record = f"record_in={os.path.abspath(args.record)!r}, recording={settings}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how = "copied" if args.copy_weights else "linked"
     return f"{args.output_dir} drafts with {drafter}; the weights are {how}. Load it with trust_remote_code."
-
-
-def is_drafter(name: str | os.PathLike) -> bool:
-    """
-    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
-    no code from there. Raises `ValueError` where no config can be read.
-    """
-    if find_packaged_folder(str(name)):
-        return True
-    try:
-        with damaged_files_named(name):
-            config, _ = PreTrainedConfig.get_config_dict(str(name))
-            return is_of_drafter(config, name)
-    except OSError as error:
-        raise UserValueError(
-            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
-        ) from error
 
 
 def _check_source(target: str, source: Path) -> None:

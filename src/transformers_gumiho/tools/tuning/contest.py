@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from ...commands import UserValueError
 from ...model.decoding_settings import NEVER_PAUSES
 from ...model.modeling_gumiho import GumihoModel
+from ...training.data.bars import progress_bar
 from ..measuring.modes import PLAIN, DecodingMode, Prompts, Runner
 from ..measuring.timing import DecodingTime
 from .trees import Tree, num_counted
@@ -89,7 +89,7 @@ class Contests:
         # After the first round, a single tree ends the contest.
         rounds = [played for played in zip([0, *ends], ends, sizes, strict=False) if played[0] == 0 or played[2] > 1]
         num_batches = sum((end - begin) * (1 + size) for begin, end, size in rounds)
-        with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
+        with progress_bar(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
             for begin, end, size in rounds:
                 competing = ranked[:size]
                 modes = [PLAIN, *(self._mode(tree, is_final) for tree in competing)]

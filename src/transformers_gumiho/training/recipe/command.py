@@ -1,10 +1,11 @@
 """`gumiho data` and `gumiho train`."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from huggingface_hub import HfApi
@@ -12,28 +13,44 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
-from .. import GumihoTrainingArguments
-from ..data.run_files import differences_kept, sole_writer
+from ..arguments import GumihoTrainingArguments
+from ..data.manifest import differences_allowed
+from ..data.run_files import sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults, learning_rates
 from .idle_options import check_idle
 from .recipes import RECIPES
-from .stages import Measures, Run
-from .writing import load_tokenizer, say, write_answers
 
 
+if TYPE_CHECKING:
+    from .stages import Measures
+
+
+@contextmanager
+def _continuing() -> Iterator[None]:
+    """Says after Ctrl-C how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(str(error) or "Interrupted. Run the same command again: it continues.") from None
+
+
+@_continuing()
 def run_data_command(words: Sequence[str]) -> None:
     """
     Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. If you stop
     it, run it again with the same options, and it continues.
     """
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
+    from .writing import load_tokenizer, write_answers  # need the extra `train`, which `--help` does not
+
     check_idle(args, words)
     args.check()
     write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
 
 
-def run_train_command(words: Sequence[str], measures: Measures) -> None:
+@_continuing()
+def run_train_command(words: Sequence[str], measures: "Measures") -> None:
     """
     Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
     tuned for this machine and compared with plain decoding. If you stop it, run it again with the same
@@ -43,6 +60,8 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     `tune` and `evaluate`.
     """
     args, training_args = _parse(words, {})
+    from .stages import Run  # needs the extra `train`, which `--help` does not
+
     check_idle(args, words)
     if args.drafter == OWN_MTP_LAYERS:
         args.drafter = _own_layers_of(args.target)
@@ -68,7 +87,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
         if args.plan or not run.has_begun:
             run.plan()
         if not args.plan:
-            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+            with differences_allowed(run.is_main) if args.force else nullcontext():
                 run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)
@@ -128,7 +147,7 @@ def _push(folder: Path, args: GumihoTrainingArguments) -> None:
             repo_id=repository, folder_path=folder, revision=args.hub_revision,
             ignore_patterns=["work/*", TRAINING_ARGS_NAME], commit_message="A drafter of `gumiho train`",
         )  # fmt: skip
-    say(f"pushed to {repository}")
+    sys.stdout.write(f"pushed to {repository}\n")
 
 
 def _parse(words: Sequence[str], defaults: dict[str, Any]) -> list[Any]:
