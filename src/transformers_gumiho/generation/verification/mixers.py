@@ -86,7 +86,7 @@ def _is_prepared(kind: type) -> bool:
 
 def _is_replaced(file: dict[str, Any], name: str) -> bool:
     """Replaces a function where the code of a class looks it up; not one that a user has put there."""
-    plain = file.get(name)
+    plain: Any = file.get(name)
     if getattr(plain, _REPLACED, None) is _STAND_INS:
         return True
     # Another copy of this package may have replaced it, too.
