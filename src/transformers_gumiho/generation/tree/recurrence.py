@@ -138,6 +138,7 @@ def window_places(
     places `(B, m, width)` in a sequence of `num_before` inputs before the root and one for each node. `parents` and
     `depths` `(B, n)` are those of the tree.
     """
+    # Node 3 under node 1 under the root, after three inputs: the root's place is 3, and the window of four is 2 3 4 6.
     places, node, depths = [], nodes, depths.gather(1, nodes)
     for distance in range(width):
         # Above the root come the newest of the inputs before it.

@@ -378,6 +378,7 @@ class TreeCache(Cache):
 
 def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:
     """Returns `(*shape, 1)`: the first slots in buffers `(*shape, capacity, ...)` whose first dimensions are flat."""
+    # Two rows of three heads with 10 slots each: 0, 10 and 20 in the first row, 30, 40 and 50 in the second.
     return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity
 
 
