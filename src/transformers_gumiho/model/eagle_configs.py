@@ -33,11 +33,6 @@ _KNOWN_TENSORS = re.compile(
     r"|self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm|hidden_norm))\.(weight|bias)"
     r"|d2t|t2d|token_map|(.*\.)?rotary_emb\.inv_freq"
 )
-# By their shapes a config is read.
-_NEEDED_TENSORS = (
-    "fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
-    "layers.0.mlp.gate_proj.weight",
-)  # fmt: skip
 _KNOWN_ARCHITECTURE = re.compile(
     r"(Eagle3?)?(Llama4?|Mixtral|Qwen[23](_?5?vl|_?moe)?)ForCausalLM(Eagle3?)?|Eagle(3(Speculator|DraftModel|Model)|Model)",
     re.IGNORECASE,
@@ -92,7 +87,7 @@ def eagle_fields(
     if "sliding_attention" in head.flags.get("layer_types", [])[: head.flags.get("num_hidden_layers")]:
         raise head.refusal("a head with a sliding window (`layer_types`)")
     head.shapes = shapes or read_shapes()
-    head.check_tensors(_KNOWN_TENSORS, _NEEDED_TENSORS)
+    head.check_tensors(_KNOWN_TENSORS)
     is_eagle3 = "layers.0.hidden_norm.weight" in head.shapes
     if not is_eagle3:
         _check_eagle1(head)

@@ -188,6 +188,9 @@ def register_released_names() -> None:
         RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
         RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
+        # In Transformers' own DFlash head.
+        RenamingOnLoad(r"^encoder\.fc\.", "fc."),
+        RenamingOnLoad(r"^encoder\.output_norm_enc\.", "hidden_norm."),
         # As the reference's training writes them.
         RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
     ]

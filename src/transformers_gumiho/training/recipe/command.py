@@ -15,7 +15,8 @@ from ...commands import UserValueError, as_user_errors, full_disk_told, make_fol
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..arguments import GumihoTrainingArguments
 from ..data.bars import without_other_bars
-from ..data.run_files import differences_kept, sole_writer
+from ..data.manifest import differences_allowed
+from ..data.run_files import sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
 from .defaults import device_defaults, learning_rates
 from .idle_options import check_idle
@@ -89,7 +90,7 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
         if args.plan or not run.has_begun:
             run.plan()
         if not args.plan:
-            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+            with differences_allowed(run.is_main) if args.force else nullcontext():
                 run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)
