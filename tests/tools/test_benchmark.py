@@ -192,8 +192,7 @@ def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> No
     }
     assert rows["gumiho"].speedup / rows["prompt lookup"].speedup == 1.0
     assert (
-        "speed against prompt lookup on the same prompts (median, 95% interval): gumiho 2.00, faster in 2 "
-        "of 3."
+        "speed against prompt lookup on the same prompts (median, 95% interval): gumiho 2.00, faster in 2 of 3."
     ) in markdown(list(rows.values()))
 
 
