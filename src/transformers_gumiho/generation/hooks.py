@@ -23,7 +23,7 @@ from ..internals import (
     given_in_call,
 )
 from ..model.decoding_settings import DECODING_SETTINGS, SETTINGS_OF_CALLS
-from ..model.loading import is_misread_drafter
+from ..model.loading import misread_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
@@ -62,11 +62,10 @@ def _validate_generation_mode(
         # `generate()` hands these arguments on to the decoding step.
         generation_mode_kwargs["assistant_model"] = assistant
     drafter = _drafter_in(assistant)
-    if drafter is None and is_misread_drafter(assistant):
+    if drafter is None and (name := misread_drafter(assistant)):
         raise UserValueError(
-            f"The assistant is a {type(assistant).__name__} from the files of the drafter "
-            f"{assistant.config.name_or_path!r}, some of which this class does not read. Load it with "
-            f"`GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
+            f"The assistant is a {type(assistant).__name__} from the files of the drafter {name!r}, some of which this "
+            f"class does not read. Load it with `GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
         )
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
