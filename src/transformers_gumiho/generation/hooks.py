@@ -64,8 +64,8 @@ def _validate_generation_mode(
     drafter = _drafter_in(assistant)
     if drafter is None and (name := misread_drafter(assistant)):
         raise UserValueError(
-            f"The assistant is a {type(assistant).__name__} from the files of the drafter {name!r}, some of which this "
-            f"class does not read. Load it with `GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
+            f"The assistant is a {type(assistant).__name__} from the files of the drafter {name!r}, some of which it "
+            f"does not read. Load them with `GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
         )
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
