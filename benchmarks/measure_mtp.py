@@ -87,7 +87,7 @@ def train_target(args: MtpArguments, ids: list[int]) -> None:
         schedule.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"step {step}: loss {float(loss):.2f}", flush=True)
+            print(f"step {step}: loss {loss.item():.2f}", flush=True)
     model.eval().save_pretrained(args.target)
     tokenizer.save_pretrained(args.target)
     write_layer(args, None)
