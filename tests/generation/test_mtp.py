@@ -67,8 +67,9 @@ def expected_scores(target: MtpTarget, text: list[int], paths: list[tuple[int, .
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_every_tree_of_a_text_is_the_oracles(model_type: str, tmp_path: Path) -> None:
     target = make_mtp_target(model_type, tmp_path)
+    drafter = load(target)
     with observing(seen := Trees()):
-        output = equals_plain(target.model, load(target), **prompts(9), max_new_tokens=10)
+        output = equals_plain(target.model, drafter, **prompts(9), max_new_tokens=10)
     text, end = output.sequences[0].tolist(), 9
     for tree, num_accepted in zip(seen.trees, output.accepted_lengths[0], strict=True):
         nodes = [(tree.ancestors[0, node].nonzero()[1:, 0], node) for node in range(1, tree.tokens.shape[1])]
@@ -81,6 +82,12 @@ def test_every_tree_of_a_text_is_the_oracles(model_type: str, tmp_path: Path) ->
         assert (int(best),) in paths or len(text) - end == 2
         end += num_accepted
     assert len(seen.trees) > 2
+    # It is saved by the names in memory, which trainers read.
+    drafter.save_pretrained(tmp_path / "saved")
+    saved, states = load_file(tmp_path / "saved" / "model.safetensors"), drafter.state_dict()
+    assert saved.keys() == states.keys()
+    read = GumihoModel.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    assert all(tensor.equal(read[name]) for name, tensor in states.items())
 
 
 WAYS: dict[str, dict[str, Any]] = {
