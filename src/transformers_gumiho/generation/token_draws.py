@@ -185,7 +185,10 @@ class TokenDraws:
         # 2. Of each row its own: 3 and 4, 5 and 6.
         if min(starts) == max(starts):
             return torch.stack(draws, dim=1)
-        of_rows = [draws[start - used.start + n][row] for row, start in enumerate(starts) for n in range(num_draws)]
+        of_rows = []
+        for row, start in enumerate(starts):
+            own = draws[start - used.start :][:num_draws]
+            of_rows += [of_draw[row] for of_draw in own]
         return torch.stack(of_rows).unflatten(0, (len(starts), num_draws))
 
     def _preview(self, num_draws: int) -> None:

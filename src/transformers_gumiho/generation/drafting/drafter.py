@@ -107,8 +107,9 @@ class GumihoDrafter:
         # target's temperature, too, because its tokens are drawn under both.
         self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.shapes.are_fixed]:
-            mark_static_address(tensor)
+        for weight, bias in (self._head_weights or []) if self.shapes.are_fixed else []:
+            mark_static_address(weight)
+            mark_static_address(bias)
         # A compiled function cannot call observers.
         self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
         # Of the class and not of this object, which would be compiled anew in each call.

@@ -148,7 +148,9 @@ def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args:
     eager = (current_pass("eager") or {}).get(type(module))
     if eager is None:
         return plain
-    if not (current_pass("has_sdpa") and all(args[-1].get(name) is None for name in _options_sdpa_lacks(eager))):
+    options = args[-1]
+    needs_eager = any(options.get(name) is not None for name in _options_sdpa_lacks(eager))
+    if needs_eager or not current_pass("has_sdpa"):
         return eager
     # Not what is registered as `sdpa`, which may be a function of the user's.
     return _kernel_without_copies(SDPA_ATTENTION, module, *args)
@@ -157,8 +159,9 @@ def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args:
 @functools.cache
 def _options_sdpa_lacks(eager: AttentionFunction) -> frozenset[str]:
     """Returns the options that an eager function honors, and `sdpa` does not."""
-    known = inspect.signature(SDPA_ATTENTION).parameters
-    return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _REPLACED_BY_MASK)
+    of_sdpa = set(inspect.signature(SDPA_ATTENTION).parameters)
+    of_eager = set(inspect.signature(eager).parameters)
+    return frozenset(_KNOWN_OPTIONS | (of_eager - of_sdpa - _REPLACED_BY_MASK))
 
 
 def _kernel_without_copies(

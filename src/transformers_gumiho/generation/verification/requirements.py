@@ -31,9 +31,7 @@ _CONFLICTING_SETTINGS = (
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # Output heads that differ by less than this share of their size are taken for the same.
 _HEAD_TOLERANCE = 0.1
-# The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
-_LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
 _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
 
 
@@ -113,7 +111,6 @@ def _check_tokenizers(
 
 def check_target(target: PreTrainedModel) -> TargetTraits:
     """Returns the traits of a target. Raises [`Unsupported`] where it can verify neither draft trees nor chains."""
-    name = type(target).__name__
     _check_class(target)
     _check_adapters(target)
     traits = TargetTraits.of(target)
@@ -121,13 +118,13 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
     # Chains need no masks for trees, but a function of the user's may cut windows in another way.
     if attention.refusal and (attention.registered or not traits.is_chain):
         raise Unsupported(
-            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{traits.name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
             f"{_LOAD_WITH_SDPA}"
         )
     if not traits.takes_cache:
         raise Unsupported(_why_no_cache(target, traits))
     if target.get_output_embeddings() is None:
-        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
+        raise Unsupported(f"A Gumiho assistant predicts by the target's output head, and {traits.name} has none.")
     return traits
 
 
@@ -328,9 +325,8 @@ def _check_positions(name: str, config: PreTrainedConfig, position_ids: torch.Te
     """Refuses a call where the longest position of a pass, which is a tree's, changes what a token sees."""
     start = int(position_ids.max()) + 1
     stop = start + max_new_tokens
-    reach = f"and this generation may go from {start} to {stop}. {_LOWER_MAX_NEW_TOKENS}"
-    # Doge attends to the tokens of the best scores. Equal tokens have equal scores in its first layer, so the choice
-    # among them is chance.
+    reach = f"and this generation may go from {start} to {stop}. Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
+    # Doge keeps the tokens of the best scores. Equal tokens score alike in its first layer: which it keeps is chance.
     kept = getattr(config, "keep_window_size", None)
     if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
         raise Unsupported(
@@ -381,8 +377,12 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     # States are kept at one size, so `crop` would find no more of their past.
     records = any(isinstance(layer, STATE_LAYERS) and getattr(layer, "record_past", False) for layer in layers)
     if is_own or records or not is_usable:
-        what = " and offloading" * is_offloaded + " and an `update` of its own" * is_own
-        what += " that record their past (`activate_past_recording`)" * records
+        faults = {
+            " and offloading": is_offloaded,
+            " and an `update` of its own": is_own,
+            " that record their past (`activate_past_recording`)": records,
+        }
+        what = "".join(fault for fault, is_there in faults.items() if is_there)
         raise Unsupported(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "

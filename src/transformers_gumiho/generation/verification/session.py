@@ -377,12 +377,11 @@ def _tree_masks(
     tree: DraftTree, cache: TreeCache, dtype: torch.dtype, windows: dict[str, int | None], omits_masks: bool
 ) -> dict[str, torch.Tensor | None]:
     """Returns the mask of a tree for each kind of attention, `None` where it may be omitted and would hide nothing."""
-    return {
-        kind: None
-        if omits_masks and cache.needs_no_mask(tree.tokens.shape[1], window)
-        else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
-        for kind, window in windows.items()
-    }
+    masks: dict[str, torch.Tensor | None] = {}
+    for kind, window in windows.items():
+        is_omitted = omits_masks and cache.needs_no_mask(tree.tokens.shape[1], window)
+        masks[kind] = None if is_omitted else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
+    return masks
 
 
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,8 @@ def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) 
     """
     # After the decoder of BERT, RoBERTa and ELECTRA comes a dense layer with a norm, which may change the width.
     projection = target.get_output_embeddings()
-    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    parents = (module for module in target.modules() if any(child is projection for child in module.children()))
+    parent = next(parents, target)
     if not isinstance(parent, PreTrainedModel):
         # The `forward` of its class: one that was put on the object would run all of the head.
         states = type(parent).forward(without_layer(parent, projection), last_hidden_states)

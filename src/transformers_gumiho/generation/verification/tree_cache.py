@@ -104,9 +104,10 @@ class TreeCache(Cache):
         lengths = upload(self.lengths, device)[:, None]
         self._device_lengths = lengths if self.memory is None else self.memory.copy(lengths)
         # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
-        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
-            if tensor is not None:
-                mark_static_address(tensor)
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    mark_static_address(tensor)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -361,7 +362,8 @@ class TreeCache(Cache):
     def _move(self, nodes: torch.Tensor) -> None:
         """Moves entries `nodes` `(B, n)`, counted from the committed ones, to the slots right after these."""
         known: dict[Any, Any] = {}  # groups that are alike share their indices
-        for first, group in [(span.first, group) for span in self.spans.values() for group, _ in span.groups]:
+        groups = [(span.first, group) for span in self.spans.values() for group, _ in span.groups]
+        for first, group in groups:
             device = group.device
             kind = device, first, *group.shape[:4]
             if kind not in known:
