@@ -17,10 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
 from ...files import damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
-from ...model.target_shape import TargetLayers, state_width
+from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
-    GumihoTrainingArguments,
     cache_size,
     load_conversations,
     prepare_dataset,
@@ -43,8 +42,8 @@ from ..feature_cache import (
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
+from .options import RESOLVED, Options
 from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate
-from .recipes import RECIPES
 from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .training import (
     Training,
@@ -81,32 +80,24 @@ class Run:
     One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
 
     Args:
-        args: The options.
-        phases: Training arguments by the name of the phase.
+        options: What is asked for.
         folder: Receives the drafter.
         measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
-        rates: Gives learning rates by what is trained, for a width of the target; none where those of `phases` hold.
     """
 
-    def __init__(
-        self,
-        args: RecipeArguments,
-        phases: dict[str, GumihoTrainingArguments],
-        folder: Path,
-        measures: Measures,
-        rates: Callable[[int], dict[str, float]] = lambda width: {},
-    ):
-        self.rates = rates
-        self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
-        self.measures = measures
-        self.training_args = next(iter(phases.values()))
+    def __init__(self, options: Options, folder: Path, measures: Measures):
+        self.options, self.args, self.phases = options, options.run, options.phases
+        self.folder, self.work, self.measures = folder, folder / "work", measures
+        self.training_args = next(iter(self.phases.values()))
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
         self._target: PreTrainedModel | None = None
-        self.fields = drafter_fields(args)
+        self.fields = drafter_fields(self.args)
         self.has_begun = (self.work / MADE_FROM).exists()
-        if args.drafter is not None:  # whose positions may be fewer than the target's
-            args.max_length = min(args.max_length, self.drafter_config.get_text_config().max_position_embeddings)
+        options.fit_to_target(self.target_config)
+        if self.args.drafter is not None:  # whose positions may be fewer than the target's
+            positions = self.drafter_config.get_text_config().max_position_embeddings
+            self.args.max_length = min(self.args.max_length, positions)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -127,6 +118,8 @@ class Run:
     def target_config(self) -> Any:
         """The target's config."""
         folders = self.args.features
+        for folder in folders or ():
+            CacheManifest.load(Path(folder))
         name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
         with as_user_errors(), damaged_files_named(name):
             return AutoConfig.from_pretrained(name)
@@ -204,7 +197,6 @@ class Run:
         """
         args, phases = self.args, list(self.phases.values())
         num_rows, length = self._size_of_data()
-        self._fit_to_target()
         measures = self.target_config, self.drafter_config, num_rows, length
         needs = estimate(args, phases, *measures)
         if args.cache_features == "auto" and args.features is None:
@@ -219,19 +211,6 @@ class Run:
         say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
         if not args.ignore_plan:
             check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
-
-    def _fit_to_target(self) -> None:
-        """Gives phases what the target decides: the learning rate, and a new drafter's share of the tokens."""
-        config = self.target_config.get_text_config(decoder=True)
-        rates = self.rates(state_width(config))
-        share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
-        for phase in self.phases.values():
-            if rates:
-                has_heads_alone = phase.train_only in ("parallel", "transition")
-                kind = "heads" if has_heads_alone else "new" if self.args.drafter is None else "further"
-                phase.learning_rate = rates[kind]
-            if share < 1 and phase.draft_vocabulary_size is None:
-                phase.draft_vocabulary_size = int(config.vocab_size * share)
 
     def _size_of_data(self) -> tuple[int, float]:
         """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
@@ -258,11 +237,21 @@ class Run:
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
+        self._keep_options()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
         for number, stage in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {stage}")
             steps.get(stage, partial(self.measure, stage))()
             PartialState().wait_for_everyone()
+
+    def _keep_options(self) -> None:
+        """Prints the options, unless they are as before, and keeps them."""
+        path, resolved = self.work / RESOLVED, self.options.resolved()
+        before = path.read_text(encoding="utf-8") if path.exists() else None
+        PartialState().wait_for_everyone()
+        say(f"options: as before, in {path}" if resolved == before else f"options, which {path} keeps:\n{resolved}")
+        if self.is_main:
+            path.write_text(resolved, encoding="utf-8")
 
     def _choose_source(self) -> None:
         """Takes the source of states that the run began with, or records it."""
@@ -341,7 +330,6 @@ class Run:
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
-        self._fit_to_target()
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target

@@ -35,8 +35,8 @@ from ..data.preparation import held_out_numbers
 from ..data.run_files import Record, forced_differences
 from ..feature_cache import MADE_FROM, TARGET_FOLDER
 from .arguments import RecipeArguments
+from .options import recipe_of
 from .progress import Bar, Progress
-from .recipes import RECIPES
 from .records import training_contents
 from .writing import row_length, say
 
@@ -299,7 +299,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
     names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.drafter is None:
-        return RECIPES[args.recipe].config | given
+        return recipe_of(args)["config"] | given
     with as_user_errors():
         own = GumihoConfig.from_pretrained(args.drafter)
         check_is_trained_here(own)
@@ -307,7 +307,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
         return given
     # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
     new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
-    return RECIPES[args.recipe].config | new | given
+    return recipe_of(args)["config"] | new | given
 
 
 def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:
