@@ -15,6 +15,7 @@ from .. import GumihoTrainingArguments
 from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, check_training
 from .options import read_options
+from .plan import plan_run
 from .stages import Measures, Run
 from .writing import load_tokenizer, say, write_answers
 
@@ -62,7 +63,7 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
         if args.restart is not None and not args.plan:
             run.forget(args.restart)
         if args.plan or not run.has_begun:
-            run.plan()
+            plan_run(run)
         if not args.plan:
             with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
                 run.run()

@@ -22,7 +22,6 @@ from .. import (
     CachedFeatures,
     cache_size,
     load_conversations,
-    prepare_dataset,
     write_feature_cache,
 )
 from ..data.conversations import first_question
@@ -37,15 +36,14 @@ from ..feature_cache import (
     CacheManifest,
     is_complete,
     layer_fields,
-    row_lengths,
 )
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .options import RESOLVED, Options
-from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate
 from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .training import (
+    WHOLE,
     Training,
     cached_data,
     drafter_fields,
@@ -55,19 +53,18 @@ from .training import (
     resolved,
     unsplit_models,
 )
+from .trials import try_stages
 from .writing import (
     generation_config,
     load_rows,
     load_target,
     load_tokenizer,
     num_positions,
-    row_length,
     say,
     write_answers,
 )
 
 
-_SAMPLE = 256  # rows whose tokens the plan counts
 _PATIENCE = 1.0  # seconds between two looks at what the main process does
 
 
@@ -190,45 +187,10 @@ class Run:
         listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
         ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
 
-    def plan(self) -> None:
-        """
-        Prints what the run will take, and decides whether states are kept. Raises `OSError` where the disk has no room
-        for it, and `ValueError` where a device has too little memory.
-        """
-        args, phases = self.args, list(self.phases.values())
-        num_rows, length = self._size_of_data()
-        measures = self.target_config, self.drafter_config, num_rows, length
-        needs = estimate(args, phases, *measures)
-        if args.cache_features == "auto" and args.features is None:
-            # What extracts states without training is to keep them.
-            keeps = "features" in args.stages and "train" not in args.stages
-            disk = sum(need.disk for need in needs.values())
-            reason = "" if keeps else caching_pays(args, phases, disk, self.folder)
-            args.cache_features = "false" if reason else "true"
-            say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
-            needs = estimate(args, phases, *measures)
-        say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
-        say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
-        if not args.ignore_plan:
-            check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
-
-    def _size_of_data(self) -> tuple[int, float]:
-        """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
-        args = self.args
-        if args.features is not None:
-            lengths = [length for folder in args.features for length in CacheManifest.load(Path(folder)).lengths]
-            return len(lengths), sum(lengths) / len(lengths)
-        rows = self.rows
-        if rows is None:
-            return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
-        sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
-        max_length = row_length(args, self.target_config)
-        if args.regenerate:
-            tokens = sum(len(tokenizer(first_question(row) or "")["input_ids"]) for row in sample) / len(sample)
-            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
-        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
-        lengths = row_lengths(encoded) or [0]
-        return len(rows), sum(lengths) / len(lengths)
+    @property
+    def has_accelerator(self) -> bool:
+        """Whether memory is tried, as a device says what is too much; on a CPU the system ends the process."""
+        return self.training_args.device.type != "cpu"
 
     def run(self) -> None:
         """Runs the stages that are not finished."""
@@ -237,12 +199,18 @@ class Run:
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
+        pending = [stage for stage in chosen if not self._is_finished(stage)]
+        if self.has_accelerator and not self.args.ignore_plan and {"write", "features", "train"} & {*pending}:
+            try_stages(self, pending)
         self._keep_options()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
         for number, stage in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {stage}")
             steps.get(stage, partial(self.measure, stage))()
             PartialState().wait_for_everyone()
+
+    def _is_finished(self, stage: str) -> bool:
+        return Record(self.work / stage / (WHOLE if stage == "train" else MADE_FROM)).is_finished
 
     def _keep_options(self) -> None:
         """Prints the options, unless they are as before, and keeps them."""

@@ -41,6 +41,9 @@ from .records import training_contents
 from .writing import row_length, say
 
 
+WHOLE = "whole.json"  # of all phases
+
+
 @dataclass
 class Training:
     """
@@ -70,7 +73,7 @@ class Training:
         """
         args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
         # A single training is named "train", too, and has its own record in that folder.
-        whole, is_main = Record(work / "train" / "whole.json"), PartialState().is_main_process
+        whole, is_main = Record(work / "train" / WHOLE), PartialState().is_main_process
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             record = Record(Path(training_args.output_dir) / MADE_FROM)
@@ -102,6 +105,18 @@ class Training:
         trainer.accelerator.wait_for_everyone()
         if is_main:
             whole.write(how, is_finished=True)
+
+    def try_step(self, training_args: GumihoTrainingArguments, num_tokens: int) -> None:
+        """Trains a step of one pass of this many tokens in each process, and keeps nothing."""
+        tried = replace(
+            training_args, max_steps=1, eval_strategy="no", save_strategy="no", logging_strategy="no",
+            load_best_model_at_end=False, eval_on_start=False, report_to=[], disable_tqdm=True, linear_start=False,
+            dataloader_num_workers=0, dataloader_prefetch_factor=None, dataloader_persistent_workers=False,
+        )  # fmt: skip
+        if tried.tokens_per_step is not None:
+            # Rounded lengths, by which rows meet in a step, are larger.
+            tried.tokens_per_step, tried.tokens_per_pass = 2 * num_tokens * tried.world_size, num_tokens
+        self._trainer("trial", tried, self.args.drafter).train()
 
     def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
