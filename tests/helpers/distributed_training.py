@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from trainers import make_args, make_rows
 
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.recipe.training import unsplit_models
+from transformers_gumiho.training.recipe.phases import unsplit_models
 
 
 BUDGETS = {"tokens_per_step": 48, "tokens_per_pass": 16}

@@ -18,7 +18,7 @@ from transformers_gumiho.tools.measuring.prompts import read_prompts
 from transformers_gumiho.training import FeatureDataset, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
 from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
-from transformers_gumiho.training.recipe import training, writing
+from transformers_gumiho.training.recipe import phases, target
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
 from transformers_gumiho.training.recipe.stages import Run
 
@@ -257,10 +257,10 @@ def test_each_process_loads_its_target_on_its_own_device(
     state = SimpleNamespace(
         device=torch.device("cuda", rank), num_processes=num_processes, is_main_process=rank == 0, process_index=rank
     )
-    monkeypatch.setattr(writing, "processes", lambda: state)
+    monkeypatch.setattr(target, "processes", lambda: state)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load := Mock())
-    writing.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
+    target.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
     assert load.call_args.kwargs["device_map"] == torch.device("cuda", rank)
     assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
 
@@ -296,9 +296,9 @@ def test_rows_are_held_out_of_each_cache(num_eval_rows: float, monkeypatch: pyte
         def __len__(self) -> int:
             return self.length
 
-    monkeypatch.setattr(training, "FeatureDataset", Cache)
-    monkeypatch.setattr(training, "load_tokenizer", lambda *_: None)
-    data = training.cached_data(["40", "80"], num_eval_rows, 3)
+    monkeypatch.setattr(phases, "FeatureDataset", Cache)
+    monkeypatch.setattr(phases, "load_tokenizer", lambda *_: None)
+    data = phases.cached_data(["40", "80"], num_eval_rows, 3)
     parts = (0.25, 0.25) if num_eval_rows < 1 else (2, 4)
     first, second = (held_out_numbers(size, part, 3) for size, part in zip((40, 80), parts, strict=True))
     assert (len(first), len(second)) == ((10, 20) if num_eval_rows < 1 else (2, 4))
@@ -312,7 +312,7 @@ def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
     args = RecipeArguments(target=str(DEMO_TARGET), data="none")
     tokenizer, config = AutoTokenizer.from_pretrained(DEMO_TARGET), AutoConfig.from_pretrained(DEMO_TARGET)
     rows = load_conversations(write_jsonl(tmp_path / "rows.jsonl", ["broken"]))
-    assert training.prepared_held_out(args, tokenizer, config, rows) is None
+    assert phases.prepared_held_out(args, tokenizer, config, rows) is None
     assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
     Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
     assert "tune: left out, because it needs two prompts" in capsys.readouterr().out

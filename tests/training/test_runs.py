@@ -27,7 +27,13 @@ from training_data import DEMO_TARGET, write_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerState
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from transformers_gumiho.training import FeatureDataset, GumihoTrainer, feature_extraction
+from transformers_gumiho.training import (
+    FeatureDataset,
+    GumihoTrainer,
+    feature_extraction,
+    load_conversations,
+    prepare_dataset,
+)
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
@@ -481,17 +487,25 @@ def test_a_target_has_one_fingerprint_wherever_it_is(
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By the disk and by the device's memory, with what helps; what was asked to start all the same starts."""
+    """By the disks and by free memory, with what helps; what was asked to start all the same starts."""
     run = command(folder, "huge", *UP_TO_TRAINING)
     usage = shutil.disk_usage(folder)._replace(free=9)
     with monkeypatch.context() as patch:
         patch.setattr(plan.shutil, "disk_usage", lambda _: usage)
         refuse("The run needs about", *run)
-    monkeypatch.setattr(plan, "memory_of", lambda _: 10**5)
+        here = tmp_path_factory.mktemp("datasets")
+        patch.setattr(plan.datasets_config, "HF_DATASETS_CACHE", here)
+        patch.setattr(plan.os, "stat", lambda path: SimpleNamespace(st_dev=str(path)))
+        patch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=9 if path == here else 10**12))
+        refuse("The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE", *run)
+        patch.setattr(plan, "_SHARED_MEMORY", here)
+        patch.setattr(plan, "datasets_config", SimpleNamespace(HF_DATASETS_CACHE=folder))
+        refuse("The 2 workers of the loader keep about", *run, "--dataloader_num_workers", 2)
+    monkeypatch.setattr(plan, "free_memory", lambda: 10**5)
     refuse("stage 'write' needs about", *run)
-    refuse("What helps: a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)", *run)
+    refuse("What helps: a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)", *run)
     assert not list((folder / "huge" / "work").iterdir())
     output = gumiho(*run, "--ignore_plan", "--plan")
     assert "40 rows of data" in output
@@ -500,6 +514,25 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     refuse("stage 'train' needs about", *cached)
     num_rows = len(FeatureDataset(whole / "work" / "features"))
     assert f"{num_rows} rows of data" in gumiho(*cached, "--ignore_plan", "--plan")
+
+
+def test_a_plan_counts_the_tokens_of_all_turns_and_windows(folder: Path, tmp_path: Path) -> None:
+    """A long text is cut into rows, and each question of a conversation is answered."""
+    tokenizer = make_chat_tokenizer()
+    text = {"text": "import os\n" * 300}
+    texts, chats = (tmp_path / f"{name}.jsonl" for name in ("texts", "chats"))
+    write_jsonl(texts, [text, {"text": "import json\n" * 290}])
+    asked = {"role": "user", "content": "import what?"}
+    write_jsonl(chats, [{"messages": [asked, {"role": "assistant", "content": "os"}] * 3}])
+    words = ["--plan", "--num_eval_rows", 0]
+    rows, report = prepare_dataset(
+        load_conversations(str(texts)), tokenizer, make_chat_target().config, max_length=256, packing=False
+    )
+    assert len(rows) > 4
+    output = gumiho(*command(folder, "windows", *words, "--data", texts, "--regenerate", "false"))
+    assert f"\n{len(rows)} rows of data, {report.num_tokens:,} tokens\n" in output
+    num_tokens = 3 * len(tokenizer("import what?")["input_ids"]) + 3 * 12 / 2
+    assert f"\n1 rows of data, {num_tokens:.0f} tokens\n" in gumiho(*command(folder, "turns", *words, "--data", chats))
 
 
 @pytest.mark.parametrize(

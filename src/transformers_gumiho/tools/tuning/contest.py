@@ -10,8 +10,8 @@ from tqdm import tqdm
 from ...commands import UserValueError
 from ...model.decoding_settings import NEVER_PAUSES
 from ...model.modeling_gumiho import GumihoModel
-from ..measuring.modes import PLAIN, DecodingMode, Prompts, Runner
 from ..measuring.timing import DecodingTime
+from ..measuring.turns import PLAIN, DecodingMode, Prompts, Runner
 from .trees import Tree, num_counted
 
 

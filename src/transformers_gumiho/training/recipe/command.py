@@ -17,7 +17,7 @@ from .arguments import DataArguments, check_training
 from .options import read_options
 from .plan import plan_run
 from .stages import Measures, Run
-from .writing import load_tokenizer, say, write_answers
+from .target import load_tokenizer, say, write_answers
 
 
 def run_data_command(words: Sequence[str]) -> None:

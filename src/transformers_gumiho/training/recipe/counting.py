@@ -9,7 +9,7 @@ from ..data.preparation import prepare_dataset
 from ..feature_cache import CacheManifest, row_lengths
 from ..writing.answers import WritingSettings
 from .arguments import RecipeArguments
-from .writing import row_length
+from .target import row_length
 
 
 # Of the limit: how long answers are on average. Half of SmolLM2's end before 200 of 224 tokens.

@@ -19,8 +19,8 @@ from .. import GumihoTrainingArguments
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .arguments import RecipeArguments
 from .counting import count_tokens
+from .target import load_tokenizer, row_length, say
 from .trials import try_stages
-from .writing import load_tokenizer, row_length, say
 
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .options import RESOLVED, Options
-from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
-from .training import (
+from .phases import (
     WHOLE,
     Training,
     cached_data,
@@ -53,8 +52,8 @@ from .training import (
     resolved,
     unsplit_models,
 )
-from .trials import try_stages
-from .writing import (
+from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
+from .target import (
     generation_config,
     load_rows,
     load_target,
@@ -63,6 +62,7 @@ from .writing import (
     say,
     write_answers,
 )
+from .trials import try_stages
 
 
 _PATIENCE = 1.0  # seconds between two looks at what the main process does

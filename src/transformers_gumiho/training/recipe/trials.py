@@ -23,8 +23,8 @@ from ..data.target_runs import ONE_ROW_EACH
 from ..feature_cache import CachedFeatures, CacheManifest
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..target_features import OnlineFeatures
-from .training import Training, resolved
-from .writing import row_length, say
+from .phases import Training, resolved
+from .target import row_length, say
 
 
 if TYPE_CHECKING:

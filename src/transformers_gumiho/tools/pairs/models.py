@@ -54,16 +54,16 @@ def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     Raises:
         ValueError: A setting is out of range.
     """
-    config, before = drafter.generation_config, own_settings(drafter)
+    config, before = drafter.generation_config, settings_of(drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
     given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
     apart = {name: given.pop(name) for name in ("prompt_lookup_num_tokens", "break_even") if name in given}
     override_settings(config, **given)
     config.update(**apart)
-    own_settings(drafter)
+    settings_of(drafter)
 
 
-def own_settings(drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
+def settings_of(drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
     """Returns the settings with which the drafter drafts for a batch. Raises `ValueError` if one is out of range."""
     return DraftingSettings.from_generation_config(
         drafter.generation_config, drafter.config, None, num_rows, drafter.device.type

@@ -38,7 +38,7 @@ from .arguments import RecipeArguments
 from .options import recipe_of
 from .progress import Bar, Progress
 from .records import training_contents
-from .writing import row_length, say
+from .target import row_length, say
 
 
 WHOLE = "whole.json"  # of all phases
