@@ -52,9 +52,9 @@ def test_processes_take_what_fits_in_all(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("stage", "largest", "expected"),
     [
-        # Of 8 rows of 32 tokens, 64 numbers wide in the feed-forward layers.
+        # The feed-forward layers are 48 wide, and logits 4,097.
         (trials._features, 4 * 32 * 48, 4 * 32),  # noqa: SLF001
-        (trials._writing, 2 * 25 * 2 * 16, 2),  # noqa: SLF001
+        (trials._writing, 2 * 4097, 2),  # noqa: SLF001
         (trials._decoding, 1e9, 24),  # noqa: SLF001
     ],
 )

@@ -64,13 +64,13 @@ class Options:
                 setattr(phase, option, value)
             self.of_phases[name] |= found
 
-    def resolved(self) -> str:
-        """Returns all values that differ from those of the classes, as YAML that `--config` takes."""
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Returns all values that differ from those of the classes, as a file has them that `--config` takes."""
         decided = ("packing", "max_length", "cache_features", "writing_batch_size")
         values = self.values | {name: getattr(self.run, name) for name in decided}
         values |= {"tokens_per_pass": next(iter(self.phases.values())).tokens_per_pass}
         kept = {name: _plain(value) for name, value in sorted(values.items()) if name not in _NOT_KEPT}
-        return str(yaml.safe_dump({"everywhere": kept, "phases": self.of_phases}, sort_keys=False))
+        return {"everywhere": kept, "phases": self.of_phases}
 
 
 def read_options(words: Sequence[str], summary: str) -> Options:

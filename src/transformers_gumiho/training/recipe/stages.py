@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from accelerate import PartialState
 from transformers import AutoConfig, PreTrainedModel
 
@@ -215,11 +216,15 @@ class Run:
     def _keep_options(self) -> None:
         """Prints the options, unless they are as before, and keeps them."""
         path, resolved = self.work / RESOLVED, self.options.resolved()
-        before = path.read_text(encoding="utf-8") if path.exists() else None
+        before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
         PartialState().wait_for_everyone()
-        say(f"options: as before, in {path}" if resolved == before else f"options, which {path} keeps:\n{resolved}")
+        if before == resolved:
+            say(f"options: as before, in {path}")
+            return
+        text = yaml.safe_dump(resolved, sort_keys=False)
+        say(f"options, which {path} keeps:\n{text}")
         if self.is_main:
-            path.write_text(resolved, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
 
     def _choose_source(self) -> None:
         """Takes the source of states that the run began with, or records it."""
