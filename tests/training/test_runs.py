@@ -497,7 +497,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
         refuse("The run needs about", *run)
         here = tmp_path_factory.mktemp("datasets")
         patch.setattr(plan.datasets_config, "HF_DATASETS_CACHE", here)
-        patch.setattr(plan.os, "stat", lambda path: SimpleNamespace(st_dev=str(path)))
+        patch.setattr(plan, "_disk_of", str)
         patch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=9 if path == here else 10**12))
         refuse("The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE", *run)
         patch.setattr(plan, "_SHARED_MEMORY", here)

@@ -65,7 +65,7 @@ def test_stages_try_their_largest_passes_on_the_device(
     with pretending() as machine:
         target.to("cuda:0")
         run = SimpleNamespace(
-            target=target, target_config=target.config, layers=None, fields={},
+            target=target, target_config=target.config, layers=None, fields={}, longest_row=32,
             training_args=SimpleNamespace(pass_budget=8 * 32),
             args=RecipeArguments(max_length=32, max_new_tokens=24, writing_batch_size=8, cache_features="true"),
         )  # fmt: skip

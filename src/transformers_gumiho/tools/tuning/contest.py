@@ -104,7 +104,7 @@ class Contests:
         with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
             for number, (turns, size) in enumerate(rounds):
                 competing = ranked[:size]
-                if number == len(ends) and not _tie(*(compare(pairs[tree]) for tree in competing)):
+                if number == len(rounds) - 1 and size == 2 and not _tie(*(compare(pairs[tree]) for tree in competing)):
                     break
                 modes = [PLAIN, *(self._mode(tree, is_final) for tree in competing)]
                 for turn in turns:

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -18,13 +18,11 @@ from ...model.target_shape import state_width
 from .. import GumihoTrainingArguments
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .arguments import RecipeArguments
+from .context import RunContext
 from .counting import count_tokens
-from .target import load_tokenizer, row_length, say
+from .target import load_tokenizer, say
 from .trials import try_stages
 
-
-if TYPE_CHECKING:
-    from .stages import Run
 
 # Of a token: in the file of answers, and in the cache of `datasets`, with its text once, its id and whether it counts.
 _TEXT_BYTES, _PREPARED_BYTES = 6, 11
@@ -35,15 +33,15 @@ _KEPT_STATES, _KEPT_LOGITS = 48, 4
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def plan_run(run: "Run") -> None:
+def plan_run(run: RunContext) -> None:
     """
     Prints what a run will take, and decides whether states are kept. Raises `OSError` where a disk has no room for it,
     and `ValueError` where a CPU has too little memory.
     """
-    args, phases, longest = run.args, list(run.phases.values()), row_length(run.args, run.target_config)
+    args, phases, longest = run.args, list(run.phases.values()), run.longest_row
     tokenizer = None if args.features is not None else load_tokenizer(args)
     num_rows, num_tokens = count_tokens(args, run.rows, tokenizer, run.target_config)
-    measures = run.target_config, run.drafter_config, num_tokens, longest
+    measures = run.target_config, run.drafter_config, num_rows, num_tokens, longest
     needs = estimate(args, phases, *measures)
     if args.cache_features == "auto" and args.features is None:
         # What extracts states without training is to keep them.
@@ -57,9 +55,8 @@ def plan_run(run: "Run") -> None:
     say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
     if not args.ignore_plan:
         check_disk(needs, 0 if args.features is not None else num_tokens, run.folder)
-        is_cached = args.features is not None or args.cache_features == "true"
         states = state_bytes(run.target_config, getattr(torch, args.features_dtype), run.layers)
-        check_shared_memory(phases[0], _IDS_BYTES + states * is_cached, longest)
+        check_shared_memory(phases[0], _IDS_BYTES + states * run.is_cached, longest)
         if not run.has_accelerator:
             check_memory(needs)
     if args.plan and run.has_accelerator:
@@ -79,10 +76,11 @@ def estimate(
     phases: Sequence[GumihoTrainingArguments],
     target_config: PreTrainedConfig,
     drafter_config: GumihoConfig,
+    num_rows: int,
     num_tokens: float,
     longest_row: int,
 ) -> dict[str, Needs]:
-    """Returns what each stage takes, for rows of `num_tokens` tokens in all."""
+    """Returns what each stage takes, for `num_rows` rows of `num_tokens` tokens in all."""
     config, first = target_config.get_text_config(decoder=True), phases[0]
     dtype = target_config.dtype or torch.float32
     if args.target_dtype != "auto":
@@ -100,7 +98,8 @@ def estimate(
     loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * (step or 0) * width
     is_online = args.features is None and args.cache_features == "false"
     batch = _KEPT_STATES * dtype.itemsize * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width
-    cache = args.writing_batch_size * min(args.max_length, longest_row) * _cache_bytes(config, dtype)
+    written = min(num_tokens / max(num_rows, 1) + args.max_new_tokens, longest_row)  # tokens of a long row
+    cache = args.writing_batch_size * written * _cache_bytes(config, dtype)
     needs = {
         "write": Needs(
             _TEXT_BYTES * num_tokens,
@@ -137,9 +136,8 @@ def check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None
     while not cache.exists():
         cache = cache.parent
     asked = {folder: sum(need.disk for need in needs.values())}
-    prepared = _PREPARED_BYTES * num_tokens
-    same_disk = os.stat(cache).st_dev == os.stat(folder).st_dev
-    asked[folder if same_disk else cache] = prepared + (asked[folder] if same_disk else 0)
+    place = folder if _disk_of(cache) == _disk_of(folder) else cache
+    asked[place] = asked.get(place, 0) + _PREPARED_BYTES * num_tokens
     for place, needed in asked.items():
         if needed > (free := shutil.disk_usage(place).free):
             way_out = "Use a larger disk, fewer rows, or `--cache_features false`"
@@ -149,6 +147,10 @@ def check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None
                 f"The run needs about {_size(needed)} in {str(place)!r}, and {_size(free)} are free. {way_out}. "
                 f"`--ignore_plan` starts all the same."
             )
+
+
+def _disk_of(folder: Path) -> int:
+    return os.stat(folder).st_dev
 
 
 def check_memory(needs: dict[str, Needs]) -> None:

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate import PartialState
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import damaged_files_named
-from ...model.configuration_gumiho import GumihoConfig
-from ...model.target_shape import TargetLayers
 from .. import (
     CachedFeatures,
     cache_size,
@@ -33,31 +30,25 @@ from ..data.run_files import Record, ask_before_deleting
 from ..feature_cache import (
     MADE_FROM,
     MANIFEST,
-    TARGET_FOLDER,
-    CacheManifest,
     is_complete,
     layer_fields,
 )
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
+from .context import RunContext
 from .options import RESOLVED, Options
 from .phases import (
     WHOLE,
     Training,
     cached_data,
-    drafter_fields,
     online_data,
     prepared,
     prepared_held_out,
-    resolved,
-    unsplit_models,
 )
 from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .target import (
     generation_config,
-    load_rows,
-    load_target,
     load_tokenizer,
     num_positions,
     say,
@@ -73,7 +64,7 @@ _PATIENCE = 1.0  # seconds between two looks at what the main process does
 Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 
-class Run:
+class Run(RunContext):
     """
     One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
 
@@ -84,56 +75,11 @@ class Run:
     """
 
     def __init__(self, options: Options, folder: Path, measures: Measures):
-        self.options, self.args, self.phases = options, options.run, options.phases
-        self.folder, self.work, self.measures = folder, folder / "work", measures
-        self.training_args = next(iter(self.phases.values()))
+        super().__init__(options, folder)
+        self.measures = measures
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
-        self._target: PreTrainedModel | None = None
-        self.fields = drafter_fields(self.args)
         self.has_begun = (self.work / MADE_FROM).exists()
-        options.fit_to_target(self.target_config)
-        if self.args.drafter is not None:  # whose positions may be fewer than the target's
-            positions = self.drafter_config.get_text_config().max_position_embeddings
-            self.args.max_length = min(self.args.max_length, positions)
-
-    @property
-    def target(self) -> PreTrainedModel:
-        """The target, loaded when it is first needed."""
-        if self._target is None:
-            with unsplit_models(self.training_args):
-                self._target = load_target(self.args)
-        return self._target
-
-    def release_target(self) -> None:
-        """Lets the target go, so that a process never holds two."""
-        self._target = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    @cached_property
-    def target_config(self) -> Any:
-        """The target's config."""
-        folders = self.args.features
-        for folder in folders or ():
-            CacheManifest.load(Path(folder))
-        name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
-        with as_user_errors(), damaged_files_named(name):
-            return AutoConfig.from_pretrained(name)
-
-    @cached_property
-    def drafter_config(self) -> GumihoConfig:
-        """The config of the drafter."""
-        if self.args.drafter is None:
-            return GumihoConfig.from_target(self.target_config, **self.fields)
-        with as_user_errors():
-            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
-
-    @property
-    def layers(self) -> TargetLayers | None:
-        """The target's layers that the drafter reads, if not the last states alone."""
-        return self.drafter_config.layers_read(self.target_config)
 
     @cached_property
     def target_contents(self) -> dict[str, Any]:
@@ -151,17 +97,6 @@ class Run:
     def cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
         return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
-
-    @cached_property
-    def rows(self) -> Any:
-        """The rows of the data that can be used; `None` where the target writes its own questions."""
-        args = self.args
-        if args.writes_prompts:
-            return None
-        rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
-        if not args.regenerate:
-            say(report)
-        return rows
 
     def forget(self, stage: str) -> None:
         """
@@ -187,11 +122,6 @@ class Run:
     def _ask_before_deleting(self, found: list[Path]) -> None:
         listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
         ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
-
-    @property
-    def has_accelerator(self) -> bool:
-        """Whether memory is tried, as a device says what is too much; on a CPU the system ends the process."""
-        return self.training_args.device.type != "cpu"
 
     def run(self) -> None:
         """Runs the stages that are not finished."""

@@ -3,8 +3,7 @@
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -20,15 +19,13 @@ from ...internals import CACHE_NAME
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
 from ..data.target_runs import ONE_ROW_EACH
-from ..feature_cache import CachedFeatures, CacheManifest
+from ..feature_cache import CachedFeatures
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..target_features import OnlineFeatures
+from .context import RunContext
 from .phases import Training, resolved
-from .target import row_length, say
+from .target import say
 
-
-if TYPE_CHECKING:
-    from .stages import Run
 
 _NUM_DECODED = 8  # tokens, which take a few cycles
 
@@ -52,7 +49,7 @@ class Trial(NamedTuple):
     way_out: str
 
 
-def try_stages(run: "Run", stages: Collection[str]) -> None:
+def try_stages(run: RunContext, stages: Collection[str]) -> None:
     """
     Tries the largest pass of each of the stages, and lowers `tokens_per_pass`, and the batches of answers, until they
     fit. Prints the peak of memory of each. All processes try the same, and what fails in one fails in all.
@@ -63,12 +60,12 @@ def try_stages(run: "Run", stages: Collection[str]) -> None:
     args, device = run.args, run.training_args.device
     with _equal_memory(device):
         for name in run.phases if "train" in stages else ():
-            if _is_cached(run):
+            if run.is_cached:
                 run.release_target()  # which is not there while the drafter trains
             _limit_passes(run, _training(run, name), device)
         if args.features is not None:
             return
-        if "features" in stages and _is_cached(run):
+        if "features" in stages and run.is_cached:
             _limit_passes(run, _features(run), device)
         if "write" in stages and args.regenerate and args.endpoint is None:
             args.writing_batch_size = largest_that_fits(_writing(run), device)
@@ -78,7 +75,7 @@ def try_stages(run: "Run", stages: Collection[str]) -> None:
             run.release_target()  # for the server, which may be on this device
 
 
-def _limit_passes(run: "Run", trial: Trial, device: torch.device) -> None:
+def _limit_passes(run: RunContext, trial: Trial, device: torch.device) -> None:
     """Lowers `tokens_per_pass` of all phases to what fits, if that is less than planned."""
     if (size := largest_that_fits(trial, device)) < trial.size:
         for phase in run.phases.values():
@@ -114,11 +111,11 @@ def largest_that_fits(trial: Trial, device: torch.device) -> int:
         say(f"tried {trial.stage:<10} too much memory: next with {size:,} {trial.unit}")
 
 
-def _training(run: "Run", name: str) -> Trial:
+def _training(run: RunContext, name: str) -> Trial:
     """A step of a phase: forward, backward and optimizer."""
-    phase, length = run.phases[name], _longest_row(run)
+    phase, length = run.phases[name], run.longest_row
     counts_rows = phase.tokens_per_step is None
-    source = _RandomFeatures(run) if _is_cached(run) else run.target
+    source = _RandomFeatures(run) if run.is_cached else run.target
 
     def step(num_tokens: int) -> None:
         num_rows = num_tokens // length
@@ -132,9 +129,9 @@ def _training(run: "Run", name: str) -> Trial:
     return Trial(name, step, num_rows * length, num_rows * length if counts_rows else length, "tokens", helps)
 
 
-def _features(run: "Run") -> Trial:
+def _features(run: RunContext) -> Trial:
     """Two batches: the target reads the next one while the host takes the states of the one before."""
-    length = _longest_row(run)
+    length = run.longest_row
 
     def read(num_tokens: int) -> None:
         features = OnlineFeatures(run.target, run.layers)
@@ -146,13 +143,13 @@ def _features(run: "Run") -> Trial:
     return Trial("features", read, planned, length, "tokens", "--device_map auto, or a smaller --max_length")
 
 
-def _writing(run: "Run") -> Trial:
+def _writing(run: RunContext) -> Trial:
     """The prompts of a batch in one pass, and then a step with a cache that holds the longest answers."""
     args, budget = run.args, run.training_args.pass_budget or DEFAULT_BATCH_TOKENS
 
     def write(num_rows: int) -> None:
-        num_prompt = min(max(budget // num_rows, 1), _longest_row(run) - 1)
-        num_all = min(num_prompt + args.max_new_tokens, _longest_row(run))
+        num_prompt = min(max(budget // num_rows, 1), run.longest_row - 1)
+        num_all = min(num_prompt + args.max_new_tokens, run.longest_row)
         ids = _random_ids(run, num_rows, num_prompt).to(input_device(run.target))
         cache = DynamicCache(config=run.target.config)
         settings: dict[str, Any] = ONE_ROW_EACH | {
@@ -173,7 +170,7 @@ def _writing(run: "Run") -> Trial:
     return Trial("write", write, args.writing_batch_size, 1, "rows", helps)
 
 
-def _decoding(run: "Run") -> Trial:
+def _decoding(run: RunContext) -> Trial:
     """Some cycles, with target and drafter in the target's precision."""
 
     def decode(num_tokens: int) -> None:
@@ -183,21 +180,11 @@ def _decoding(run: "Run") -> Trial:
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NUM_DECODED, "assistant_model": drafter}
         target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
-    length = max(_longest_row(run) - _NUM_DECODED, 1)
+    length = max(run.longest_row - _NUM_DECODED, 1)
     return Trial("tune", decode, length, length, "tokens", "--device_map auto, or --stages without tune and evaluate")
 
 
-def _is_cached(run: "Run") -> bool:
-    return run.args.features is not None or run.args.cache_features == "true"
-
-
-def _longest_row(run: "Run") -> int:
-    if run.args.features is not None:
-        return max(max(CacheManifest.load(folder).lengths) for folder in map(Path, run.args.features))
-    return row_length(run.args, run.target_config)
-
-
-def _random_ids(run: "Run", num_rows: int, length: int) -> torch.Tensor:
+def _random_ids(run: RunContext, num_rows: int, length: int) -> torch.Tensor:
     vocab_size = run.target_config.get_text_config(decoder=True).vocab_size
     return torch.randint(vocab_size, (num_rows, length), dtype=torch.int32)
 
@@ -205,7 +192,7 @@ def _random_ids(run: "Run", num_rows: int, length: int) -> torch.Tensor:
 class _RandomFeatures(CachedFeatures):
     """What a cache of a target's states holds of the target, by its shapes."""
 
-    def __init__(self, run: "Run"):
+    def __init__(self, run: RunContext):
         self.config, self.layers, self.made_from = run.target_config, run.layers, {}
         dtype = self.config.dtype or torch.float32
         with torch.device("meta"):
@@ -225,7 +212,7 @@ class _RandomFeatures(CachedFeatures):
         return found
 
 
-def _random_row(run: "Run", source: Any, length: int) -> dict[str, torch.Tensor]:
+def _random_row(run: RunContext, source: Any, length: int) -> dict[str, torch.Tensor]:
     """Returns a row of this length, all of whose positions count; packed, it holds two texts."""
     row = {"input_ids": _random_ids(run, 1, length)[0], "loss_mask": torch.ones(length, dtype=torch.int32)}
     if run.args.packing:
