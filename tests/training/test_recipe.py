@@ -178,6 +178,8 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         ([], "Give the target with --target, and the data with --data"),
         (["--target", DEMO_TARGET, "--data", "missing.jsonl"], "There is no file 'missing.jsonl'"),
         (["--features", "."], "is no feature cache"),
+        (["--features", ".", "--data", "x"], "--data has no effect with --features, which holds prepared data"),
+        (["--features", ".", "--regenerate", "true"], "--regenerate has no effect with --features"),
         (["--target", "t", "--data", "none", "--regenerate", "false"], "--regenerate has no effect with --data none"),
         (["--target", "./t", "--data", "x"], "There is no folder './t'"),
         (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
@@ -223,23 +225,15 @@ def test_what_is_missing_is_named(
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
 
 
-CACHED, TEXTS, OWN = (["--features", "."], ["--target", "t", "--data", "x"], ["--target", "t", "--data", "none"])
-
-
 @pytest.mark.parametrize(
-    ("command", "others", "option", "why"),
+    ("words", "message"),
     [
-        ("train", CACHED, ["--data", "x"], "with --features, which holds prepared data"),
-        ("train", CACHED, ["--regenerate", "true"], "with --features"),
-        ("data", TEXTS, ["--openings", "o"], "without --data none"),
-        ("data", OWN, ["--num_rows", 5], "with --data none: use --num_prompts"),
+        (["--data", "none", "--num_rows", 5], "--num_rows has no effect with --data none: use --num_prompts"),
+        (["--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
     ],
 )
-def test_an_option_that_chooses_other_data_is_refused(
-    command: str, others: list[object], option: list[object], why: str, tmp_path: Path
-) -> None:
-    output = "--output_dir" if command == "train" else "--output_file"
-    refuse(f"{option[0]} has no effect {why}", command, output, tmp_path / "out", *others, *option)
+def test_an_option_that_chooses_other_data_is_refused(words: list[object], message: str, tmp_path: Path) -> None:
+    refuse(message, "data", "--output_file", tmp_path / "out", "--target", "t", *words)
 
 
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,11 @@ class Training:
         if tried.tokens_per_step is not None:
             # Rounded lengths, by which rows meet in a step, are larger.
             tried.tokens_per_step, tried.tokens_per_pass = 2 * num_tokens * tried.world_size, num_tokens
-        self._trainer("trial", tried, self.args.drafter).train()
+        trainer = self._trainer("trial", tried, self.args.drafter)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.free_memory()
 
     def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
