@@ -32,7 +32,7 @@ from transformers_gumiho.tools.benchmarking import DecodingMode, read_prompts, r
 from transformers_gumiho.tools.benchmarking.command import machine_name
 from transformers_gumiho.tools.measuring.timing import synchronize
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.arguments import find_pair
+from transformers_gumiho.tools.pairs.arguments import find_drafter
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
@@ -147,7 +147,7 @@ class GpuCheck:
             target, tokenizer, gumiho = load_pair(PairArguments(pair=name, dtype="float32"))
         except (ImportError, OSError) as error:
             raise NotRun(str(error)) from error
-        path = ROOT / "examples" / find_pair(name).folder / "prompts.jsonl"
+        path = Path(find_drafter(name)).with_name("prompts.jsonl")
         questions = read_prompts(str(path), num_prompts=1 if self.is_toy else 8)
         modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": gumiho})]
         num_tokens = 16 if self.is_toy else 128

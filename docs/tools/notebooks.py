@@ -7,6 +7,7 @@ left out.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def main() -> None:
     import nbformat
 
     for path in NOTEBOOKS:
+        sys.stdout.write(f"{path.name}: some minutes\n")
         nbformat.write(tidy(execute(path)), path)
 
 

@@ -295,8 +295,9 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
         return _name_of(action) + value * (action.nargs != 0)
 
     def _get_help_string(self, action: Action) -> str | None:
-        is_shown = action.default in (None, False, [], SUPPRESS) or "(default: " in (action.help or "")
-        return action.help if is_shown else super()._get_help_string(action)
+        has_none = action.default == [] or any(action.default is value for value in (None, False, SUPPRESS))
+        is_shown = "(default: " in (action.help or "")
+        return action.help if has_none or is_shown else super()._get_help_string(action)
 
 
 def _name_of(action: Action) -> str:

@@ -49,6 +49,8 @@ DECODING_STEP = "_assisted_decoding"
 PLAIN_STEP = "_sample"
 # `attach` replaces this one, because only it sees whether a call names an assistant.
 ENTRY = "generate"
+# The end of `from_pretrained`. It is replaced, too, as no other place says where a model was loaded from.
+LOADING_STEP = "adjust_generation_fn"
 
 # Name of the cache in the arguments and outputs of models: the same for all models since transformers 5.24.
 CACHE_NAME = (
@@ -250,11 +252,6 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
     """Copies the attention implementation of `other` to `config`, a nested one without a submodel of its own."""
     config._attn_implementation = other._attn_implementation
-
-
-def commit_of(config: PreTrainedConfig) -> str | None:
-    """Returns the commit of the Hub that a config was loaded from; `None` for one of a folder."""
-    return getattr(config, "_commit_hash", None)
 
 
 def adopt_eager_attention(config: PreTrainedConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 from block import (
     HIDDEN,
     LAYERS_OF_TARGET,
+    MASK,
     VOCAB,
     BlockDrafter,
     deepspec,
@@ -26,7 +27,7 @@ from draft_trees import Trees, paths_of
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from targets import equals_plain, make_prompts, make_target
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 
 from transformers_gumiho import DraftingSettings, GumihoModel, attached
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
@@ -282,6 +283,38 @@ def test_a_drafter_is_given_by_its_folder(target: PreTrainedModel, tmp_path: Pat
         assert drafter.config.converted_from == str(tmp_path)
         output = target.generate(**prompts(6), max_new_tokens=4, return_dict_in_generate=True)
     assert output.accepted_lengths
+
+
+class MuseHead(BlockDrafter):
+    """Transformers' own DFlash head, which knows no vocabulary, computes what is drafted."""
+
+    def context(self, target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        outputs = target.model(ids[None], output_hidden_states=True).hidden_states[1:]
+        return torch.cat([outputs[number][0] for number in self.layers], dim=-1)
+
+    def block_logits(self, context: torch.Tensor, root: int, depth: int | None = None) -> torch.Tensor:
+        cache = cache_utils.DFlashCache(config=self.theirs.config)
+        cache.set_previous_accepted_tokens(len(context))
+        block = self.embedding[torch.tensor([root] + [MASK] * self.depth)]
+        states = self.theirs(block[None], context[None], **{CACHE_NAME: cache}).last_hidden_state
+        return self.output_head.matmul(states[0, 1:].T).T
+
+
+def test_transformers_own_head_for_muse_drafts_the_same(target: PreTrainedModel, tmp_path: Path) -> None:
+    muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")  # since transformers 5.24
+    torch.manual_seed(0)
+    config = muse.MuseGlimmerAssistantConfig(
+        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, block_size=5, mask_token_id=MASK, target_layer_ids=[1, 3, 5], sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    theirs = muse.MuseGlimmerAssistantModel(config).double().eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
+    theirs.save_pretrained(tmp_path)
+    head = MuseHead({}, 5, False, (False, False), (5, None))
+    head.theirs = theirs
+    assert_drafts_as(head, load(tmp_path), target, **prompts(7))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mistral", "gpt2"])

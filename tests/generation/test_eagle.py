@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import refuse
 from draft_trees import Trees, paths_of
 from eagle import HIDDEN, VOCAB, EagleHead, llama_fields, make_eagle_target, make_head, write_head
 from targets import equals_plain, make_prompts
 from trained_pair import load_language_model, load_tokenizer
-from transformers import GenerationConfig, PreTrainedModel, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, pipeline
 
 from transformers_gumiho import DraftingSettings, GumihoModel, attached
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
@@ -138,6 +139,24 @@ def test_a_head_is_given_by_its_folder(kind: str, target: PreTrainedModel, tmp_p
     target.save_pretrained(tmp_path / "target")
     served = write_served_target(AttachArguments(str(tmp_path / "target"), str(folder), str(tmp_path / "served")))
     assert f"drafts with {folder}" in served
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_head_that_another_class_has_loaded_is_named_at_the_first_call(
+    kind: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    """`AutoModelForCausalLM` makes a language model of it, with an embedding of random numbers where it has none."""
+    folder = write(tmp_path / "head", make_head(**KINDS[kind]))
+    misread = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, ignore_mismatched_sizes=True)
+    message = rf"LlamaForCausalLM from the files of the drafter {str(folder)!r}.* `GumihoModel.from_pretrained`"
+    with pytest.raises(ValueError, match=message):
+        target.generate(**prompts(6), assistant_model=misread, max_new_tokens=4)
+    as_target = ["--target", folder, "--assistant", folder, "--prompt", "a"]
+    refuse(f"{str(folder)!r} is a drafter, not a target", "show", *as_target)
+    # Other assistants are transformers' affair.
+    target.save_pretrained(tmp_path / "small")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert target.generate(**prompts(6), assistant_model=small, max_new_tokens=4).shape == (1, 10)
 
 
 def test_a_saved_head_is_the_assistant_of_a_pipeline(tmp_path: Path) -> None:

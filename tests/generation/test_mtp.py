@@ -4,26 +4,34 @@ import copy
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from block import make_block_drafter, make_block_target, write_block_drafter, zlab
 from draft_trees import Trees
+from eagle import llama_fields, make_eagle_target, make_head, write_head
 from mtp import FAMILIES, MtpTarget, make_mtp_target, write_config
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from targets import equals_plain, make_prompts
+from training_data import make_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from transformers_gumiho import DraftingSettings, GumihoModel, attach, detach
-from transformers_gumiho.custom_generation import generate_attached
+from transformers_gumiho import DraftingSettings, GumihoModel, attach, detach, record
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.generation.observers import observing
+from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model import mtp_layouts
-from transformers_gumiho.tools.serving_folder import AttachArguments, is_drafter, write_served_target
+from transformers_gumiho.model.loading import is_drafter
+from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 from transformers_gumiho.tools.tuning.command import TuningArguments, tune
+from transformers_gumiho.training import FeatureDataset
 
 
 TREES = {"num_assistant_tokens": 10, "branching_factor": 3, "tree_depth": 4, "draft_temperature": 1.0}
@@ -33,8 +41,7 @@ VOCAB_SIZE = 24
 def load(target: MtpTarget, **settings: Any) -> GumihoModel:
     """Returns the drafter of a target's MTP layer. It never pauses."""
     drafter = GumihoModel.from_pretrained(target.folder, dtype=torch.float32)
-    settings = TREES | ({"branching_factor": 1} if target.family.is_chain else {}) | settings
-    drafter.generation_config.update(break_even=0.01, full_tree_attention=False, **settings)
+    drafter.generation_config.update(break_even=0.01, full_tree_attention=False, **TREES | settings)
     return drafter
 
 
@@ -92,10 +99,44 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_the_text_stays_plain_decodings(way: str, target: MtpTarget) -> None:
-    if way == "static" and target.family.is_chain:
-        pytest.skip("chains have no fixed shapes")
     equals_plain(target.model, load(target, draft_vocabulary=list(range(0, VOCAB_SIZE, 2))), **WAYS[way])
     equals_plain(target.model, "mtp", **WAYS[way])
+
+
+@pytest.mark.parametrize("way", ["adapter", "second_turn", "inputs_embeds", "four_bits", "sixteen_bits"])
+def test_the_text_stays_plain_decodings_for_changed_targets(way: str, target: MtpTarget) -> None:
+    model, drafter, call = copy.deepcopy(target.model), load(target), prompts(7, 4) | {"max_new_tokens": 12}
+    if way == "adapter":
+        config = LoraConfig(r=4, target_modules=["o_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, config).eval()
+    elif way == "second_turn":
+        first = model.generate(**call, do_sample=False, return_dict_in_generate=True, assistant_model=drafter)
+        text, mask = first.sequences, torch.nn.functional.pad(call["attention_mask"], (0, 12), value=1)
+        call |= {"input_ids": text, "attention_mask": mask}
+        without = equals_plain(model, drafter, **call)
+        cached = model.generate(
+            **call, do_sample=False, assistant_model=drafter, **{CACHE_NAME: getattr(first, CACHE_NAME)}
+        )
+        assert cached.equal(without.sequences)
+    elif way == "inputs_embeds":
+        call["inputs_embeds"] = model.get_input_embeddings()(call.pop("input_ids")).detach()
+    elif way == "four_bits":
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(model, quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4))
+        assert type(model.get_decoder().layers[-1].self_attn.o_proj.weight) is not torch.nn.Parameter
+    else:
+        drafter = drafter.to(torch.bfloat16)
+    assert equals_plain(model, drafter, **call).accepted_lengths
+
+
+def test_what_is_recorded_is_what_the_layer_reads(target: MtpTarget, tmp_path: Path) -> None:
+    drafter, call = load(target), prompts(6) | {"max_new_tokens": 10, "do_sample": False}
+    with record(target.model, tmp_path, make_tokenizer()):
+        text = target.model.generate(**call, assistant_model=drafter)[0].tolist()
+    (row,) = FeatureDataset(tmp_path)
+    assert row["input_ids"].tolist() == text[:-1]
+    states = row["hidden_states" if target.family.reads_normed else "layer_states"].float()
+    torch.testing.assert_close(states, target.read(text[:-1]), atol=0.02, rtol=0.02)
 
 
 def test_the_targets_own_layers_are_loaded_once(target: MtpTarget) -> None:
@@ -113,6 +154,16 @@ def test_the_targets_own_layers_are_loaded_once(target: MtpTarget) -> None:
     assert settings.num_assistant_tokens == ({"1": 8, "4": 4, "8": 2} if has_experts else None)
     with pytest.raises(ValueError, match="use_mtp"):
         target.model.generate(**call, assistant_model="mtp", use_mtp=True)
+
+
+def test_own_layers_are_read_where_the_target_was(tmp_path: Path) -> None:
+    make_mtp_target("glm4_moe", tmp_path / "inner")
+    places = {"subfolder": "inner", "revision": "v2", "token": "secret"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype="float32", **places)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    with mock.patch.object(GumihoModel, "from_pretrained", wraps=GumihoModel.from_pretrained) as loaded:
+        equals_plain(model, "mtp", **prompts(5), max_new_tokens=6)
+    assert loaded.call_args.kwargs.items() >= places.items()
 
 
 def test_a_saved_layer_is_an_ordinary_drafter(target: MtpTarget, tmp_path: Path) -> None:
@@ -189,7 +240,7 @@ def change(target: MtpTarget, folder: Path, what: str) -> None:
         ("transposed", r"further.*original(.|\n)*wrong shape: fc.weight is \(64, 32\), expected \(32, 64\)"),
         ("missing", r"further.*original(.|\n)*missing: .*self_attn.o_proj.weight"),
         ("no layer", "is not a Gumiho drafter.*target with MTP layers"),
-        ("other head", "output head of its own"),
+        ("other head", "came with an output head that is not the target's"),
     ],
 )
 def test_faults_of_a_layer_are_named(what: str, message: str, tmp_path: Path) -> None:
@@ -202,6 +253,22 @@ def test_faults_of_a_layer_are_named(what: str, message: str, tmp_path: Path) ->
     if what == "no layer":
         with pytest.raises(ValueError, match=r"has no MTP layers.*Name the original model"):
             attach(target.model, "mtp")
+
+
+def test_a_saved_layer_knows_the_output_head_that_it_came_with(tmp_path: Path) -> None:
+    target = make_mtp_target("glm4_moe", tmp_path / "target")
+    tensors = target.tensors | {"model.layers.2.shared_head.head.weight": target.tensors["lm_head.weight"].bfloat16()}
+    save_file(tensors, target.folder / "model.safetensors", metadata={"format": "pt"})
+    load(target).save_pretrained(tmp_path / "saved")
+    saved = GumihoModel.from_pretrained(tmp_path / "saved")
+    equals_plain(target.model, saved, **prompts(5), max_new_tokens=4)
+    # Training further changes it a little; another model has another one.
+    other = copy.deepcopy(target.model)
+    other.lm_head.weight.data += 0.01 * torch.randn(other.lm_head.weight.shape)
+    equals_plain(other, saved, **prompts(5), max_new_tokens=4)
+    other.lm_head.weight.data = torch.randn(other.lm_head.weight.shape)
+    with pytest.raises(ValueError, match="came with an output head that is not the target's"):
+        copy.deepcopy(other).generate(**prompts(5), max_new_tokens=4, assistant_model=saved)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "step3p7", "longcat_flash"])
@@ -239,13 +306,25 @@ def test_transformers_own_layers_compute_the_same(model_type: str, tmp_path: Pat
         torch.testing.assert_close(drafter(ids, states).serial_features, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_a_drafter_that_drafts_next_to_nothing_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = make_mtp_target("glm4_moe", tmp_path)
-    drafter = load(target, branching_factor=1, draft_vocabulary=[1])  # which the target hardly ever says
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "block"])
+def test_a_drafter_that_drafts_next_to_nothing_is_named_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "mtp":
+        model = make_mtp_target("glm4_moe", tmp_path).model
+    elif kind == "eagle":
+        head, model = make_head(is_eagle3=False), make_eagle_target()
+        write_head(tmp_path, head, llama_fields(head))
+    else:
+        block, model = make_block_drafter(), make_block_target()
+        write_block_drafter(tmp_path, block, zlab(block))
+    drafter = GumihoModel.from_pretrained(tmp_path, dtype=model.dtype)
+    # The target hardly ever says this token.
+    drafter.generation_config.update(break_even=0.01, branching_factor=1, draft_vocabulary=[1], tree_depth=2)
     for _ in range(3):
-        target.model.generate(**prompts(5), max_new_tokens=40, do_sample=True, assistant_model=drafter)
+        model.generate(**prompts(5), max_new_tokens=40, do_sample=True, assistant_model=drafter)
     assert caplog.text.count("drafts next to nothing") == 1
-    assert "mtp_state_first" in caplog.text
+    assert str(tmp_path) in caplog.text
 
 
 def test_of_experts_those_of_one_token_count(tmp_path: Path) -> None:
@@ -264,14 +343,19 @@ def test_every_command_takes_the_targets_own_layers(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in target.folder.iterdir()}
     args = AttachArguments(target=str(target.folder), drafter="mtp", output_dir=str(tmp_path / "served"))
     assert "drafts with mtp" in write_served_target(args)
-    served = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "served", attn_implementation="eager", dtype=torch.float32
-    )
-    served.generation_config.update(pad_token_id=0, eos_token_id=None)
     call = prompts(6) | {"max_new_tokens": 12, "do_sample": False}
-    drafted = generate_attached("mtp", **call, model=served, return_dict_in_generate=True)
-    assert drafted.sequences.equal(target.model.generate(**call))
-    assert hasattr(drafted, "accepted_lengths")
+    # The folder's own code imports this package.
+    code = f"""
+import torch, transformers
+served = transformers.AutoModelForCausalLM.from_pretrained(
+    {str(tmp_path / "served")!r}, attn_implementation="eager", dtype=torch.float32, trust_remote_code=True)
+served.generation_config.update(pad_token_id=0, eos_token_id=None)
+output = served.generate(torch.tensor({call["input_ids"].tolist()}), max_new_tokens=12, do_sample=False,
+    return_dict_in_generate=True)
+print(output.sequences.tolist(), len(output.accepted_lengths))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == f"{target.model.generate(**call).tolist()} 1"
     for assistant in ("mtp", str(target.folder)):
         with pytest.raises(ValueError, match="is a target's; give --output_dir"):
             tune(TuningArguments(target=str(target.folder), assistant=assistant))

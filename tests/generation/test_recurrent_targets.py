@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from targets import make_prompts
 from tiny_configs import small_config
 from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
 
+from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.verification import session
@@ -28,6 +30,7 @@ from transformers_gumiho.generation.verification.mixers import chunk_length
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import DraftingSettings
+from transformers_gumiho.tools.pairs import own_settings
 
 
 BATCH = [4, 17, 9]
@@ -269,8 +272,33 @@ def test_a_cycle_costs_its_nodes_alone_where_no_accepted_token_runs_twice(calls_
 
 
 def test_trees_are_small_by_default_on_accelerators() -> None:
-    drafter = make_chain_drafter(make_chain_target("mamba2"), num_assistant_tokens=None, branching_factor=None)
+    target = make_chain_target("mamba2")
+    drafter = make_chain_drafter(target, num_assistant_tokens=None, branching_factor=None)
     own = drafter.generation_config
+    with mock.patch.object(GumihoModel, "device", torch.device("cuda")):  # also where tuning begins
+        assert own_settings(target, drafter).num_assistant_tokens == 16
     for has_states, size in ((True, (16, 4)), (False, (63, 14))):
         settings = DraftingSettings.from_generation_config(own, drafter.config, None, 1, "cuda", has_states)
         assert (settings.num_assistant_tokens, settings.branching_factor) == size
+
+
+def test_a_returned_cache_records_its_past_as_plain_decodings_does() -> None:
+    target = make_chain_target("lfm2")
+    drafter, texts = make_chain_drafter(target, **SMALL_TREES), []
+    for assistant in ({}, {"assistant_model": drafter}):
+        call = make_prompts([5]) | {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+        first = target.generate(**call, **assistant)
+        cache, text = getattr(first, CACHE_NAME), first.sequences
+        cache.activate_past_recording()
+        with torch.no_grad():
+            target(text[:, -1:], **{CACHE_NAME: cache})
+            target(text[:, :6], **{CACHE_NAME: cache})
+        cache.crop(-4)
+        if assistant:
+            with pytest.raises(ValueError, match=r"that record their past \(`activate_past_recording`\)"):
+                target.generate(text[:, -1:].repeat(1, 20), **{CACHE_NAME: cache}, **assistant, max_new_tokens=4)
+        with torch.no_grad():
+            logits = target(text[:, :1], **{CACHE_NAME: cache}).logits
+        texts.append((text, logits))
+    assert texts[0][0].equal(texts[1][0])
+    torch.testing.assert_close(texts[0][1], texts[1][1])

@@ -2,14 +2,14 @@
 
 import heapq
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from plain_layers import EPS, FFN, HEADS, HIDDEN, KV_HEADS, PlainLayers, layer_weights
 from safetensors.torch import save_file
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
@@ -17,10 +17,9 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 
 # As many tokens as a depth has candidates, so that terms for pairs of tokens are exact.
 VOCAB = 30
-HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 10
-LAYERS_OF_TARGET, MASK = 7, 29
+LAYERS_OF_TARGET, MASK, HEAD_DIM = 7, 29, 10
 # Chosen for mistakes to show: no default of transformers, and not the target's.
-EPS, THETA = 1e-3, 50.0
+THETA = 50.0
 
 
 def make_block_target(kind: type[PreTrainedModel] = LlamaForCausalLM, **fields: Any) -> PreTrainedModel:
@@ -37,7 +36,7 @@ def make_block_target(kind: type[PreTrainedModel] = LlamaForCausalLM, **fields: 
 
 
 @dataclass
-class BlockDrafter:
+class BlockDrafter(PlainLayers):
     """
     A block drafter, and what it drafts by the formulas of DFlash and DSpark.
 
@@ -59,6 +58,8 @@ class BlockDrafter:
     token_ids: torch.Tensor | None = None
     embedding: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output_head: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    head_dim: int = HEAD_DIM
+    theta: float = THETA
 
     @property
     def depth(self) -> int:
@@ -78,7 +79,7 @@ class BlockDrafter:
         """Returns one state `(T, H)` for each of the tokens `(T,)` that the target has read."""
         outputs = target.model(ids[None], output_hidden_states=True).hidden_states[1:]
         states = torch.cat([outputs[number][0] for number in self.layers], dim=-1)
-        return self._rms(linear(states, self.weights["fc.weight"]), "hidden_norm.weight")
+        return self.rms(linear(states, self.weights["fc.weight"]), "hidden_norm.weight")
 
     def block_logits(self, context: torch.Tensor, root: int, depth: int | None = None) -> torch.Tensor:
         """Returns the logits `(D, K)` of the tokens after `root`, which follows the context; no Markov terms."""
@@ -94,12 +95,10 @@ class BlockDrafter:
                 seen &= distance >= 0
             if window is not None:
                 seen &= distance.abs() < window
-            inputs = torch.cat((context, self._rms(x, prefix + "input_layernorm.weight")))
-            x = x + self._attention(inputs, num_queries, positions, seen, prefix + "self_attn.")
-            inner = self._rms(x, prefix + "post_attention_layernorm.weight")
-            gate, up, down = (self.weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            x = x + linear(silu(linear(inner, gate)) * linear(inner, up), down)
-        return linear(self._rms(x, "norm.weight")[-depth:], self.output_head)
+            inputs = torch.cat((context, self.rms(x, prefix + "input_layernorm.weight")))
+            x = x + self.attention(inputs, seen, prefix + "self_attn.")
+            x = x + self.feed_forward(x, prefix)
+        return linear(self.rms(x, "norm.weight")[-depth:], self.output_head)
 
     def log_probs(self, logits: torch.Tensor, depth: int, above: int) -> torch.Tensor:
         """Returns the log-probabilities `(K,)` of the tokens at a depth, counted from 0, under a token above."""
@@ -133,33 +132,6 @@ class BlockDrafter:
             path.append(row if self.token_ids is None else int(self.token_ids[row]))
         return tuple(path[1:])
 
-    def _rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[name]
-
-    def _attention(
-        self, inputs: torch.Tensor, num_queries: int, positions: torch.Tensor, seen: torch.Tensor, prefix: str
-    ) -> torch.Tensor:
-        """Attends from the last `num_queries` of the inputs `(T, H)` to those that are seen, `(Q, T)`."""
-
-        def project(name: str) -> torch.Tensor:
-            weight, bias = (self.weights.get(f"{prefix}{name}_proj.{kind}") for kind in ("weight", "bias"))
-            states = linear(inputs, weight, bias).view(len(inputs), -1, HEAD_DIM).transpose(0, 1)
-            norm = f"{prefix}{name}_norm.weight"
-            return self._rms(states, norm) if norm in self.weights else states
-
-        half = HEAD_DIM // 2
-        angles = positions[:, None] * THETA ** (-torch.arange(half).double() / half)
-
-        def rotate(y: torch.Tensor) -> torch.Tensor:
-            left, right = y[..., :half], y[..., half:]
-            cos, sin = angles.cos(), angles.sin()
-            return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-
-        q, k, v = rotate(project("q"))[:, -num_queries:], rotate(project("k")), project("v")
-        k, v = (states.repeat_interleave(len(q) // len(k), dim=0) for states in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)).masked_fill(~seen, -math.inf)
-        return linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), self.weights[f"{prefix}o_proj.weight"])
-
 
 def make_block_drafter(
     block_size: int = 5,
@@ -184,13 +156,7 @@ def make_block_drafter(
     norms = {"norm.weight": HIDDEN, "hidden_norm.weight": HIDDEN}
     for layer in range(len(causal)):
         prefix = f"layers.{layer}."
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            weights[f"{prefix}self_attn.{name}_proj.weight"] = new(heads * HEAD_DIM, HIDDEN)
-            if qkv_bias:
-                weights[f"{prefix}self_attn.{name}_proj.bias"] = new(heads * HEAD_DIM)
-        weights[prefix + "self_attn.o_proj.weight"] = new(HIDDEN, HEADS * HEAD_DIM)
-        for name, shape in (("gate", (FFN, HIDDEN)), ("up", (FFN, HIDDEN)), ("down", (HIDDEN, FFN))):
-            weights[f"{prefix}mlp.{name}_proj.weight"] = new(*shape)
+        weights |= layer_weights(new, prefix, HEAD_DIM, qkv_bias=qkv_bias)
         norms |= {f"{prefix}{name}_layernorm.weight": HIDDEN for name in ("input", "post_attention")}
         norms |= {f"{prefix}self_attn.{name}_norm.weight": HEAD_DIM for name in "qk"}
     weights |= {name: new(size, around=1.0) for name, size in norms.items()}

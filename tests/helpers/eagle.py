@@ -1,21 +1,20 @@
 """Random EAGLE heads in the layouts of their tools, and what they draft, in plain PyTorch without caches."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from plain_layers import EPS, FFN, HEADS, HIDDEN, KV_HEADS, PlainLayers, layer_weights
 from safetensors.torch import save_file
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 
-HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 32, 48, 4, 2, 40
-LAYERS_OF_TARGET = 8
+VOCAB, LAYERS_OF_TARGET = 40, 8
 # Chosen for mistakes to show: no default of transformers, and not the target's.
-EPS, THETA = 1e-3, 100.0
+THETA = 100.0
 # Of the paper, for a target of eight layers: inputs of the layers 2, 4 and 5.
 DEFAULT_INPUTS = (2, 4, 5)
 
@@ -34,7 +33,7 @@ def make_eagle_target(hidden_size: int = HIDDEN, **fields: Any) -> PreTrainedMod
 
 
 @dataclass
-class EagleHead:
+class EagleHead(PlainLayers):
     """
     A head, and what it drafts by the formulas of EAGLE's papers.
 
@@ -75,33 +74,32 @@ class EagleHead:
         inputs = [*(states[0] for states in output.hidden_states[:-1]), read[0]]
         parts = [inputs[number] for number in self.inputs]
         if "fc_norm" in self.flags:
-            parts = [self._rms(part, f"fc_norm.{index}.weight") for index, part in enumerate(parts)]
+            parts = [self.rms(part, f"fc_norm.{index}.weight") for index, part in enumerate(parts)]
         states = torch.cat(parts, dim=-1)
         if "norm_before_fc" in self.flags:
-            states = self._rms(states, "input_norm.weight")
+            states = self.rms(states, "input_norm.weight")
         return linear(states, self.weights["fc.weight"], self.weights.get("fc.bias"))
 
     def features(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Returns the features `(T, H)` for tokens `(T,)` and the states before them."""
         embedded, x = self.embedding[tokens], states
+        seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         if not self.is_eagle3:
             x = linear(torch.cat((embedded, states), -1), self.weights["fc.weight"], self.weights.get("fc.bias"))
         for layer in range(self.num_layers):
             prefix = f"layers.{layer}."
-            inputs = x if layer == 0 else self._rms(x, prefix + "input_layernorm.weight")
+            inputs = x if layer == 0 else self.rms(x, prefix + "input_layernorm.weight")
             if self.is_eagle3 and layer == 0:
-                normed = self._rms(states, prefix + "hidden_norm.weight")
-                inputs = torch.cat((self._rms(embedded, prefix + "input_layernorm.weight"), normed), -1)
+                normed = self.rms(states, prefix + "hidden_norm.weight")
+                inputs = torch.cat((self.rms(embedded, prefix + "input_layernorm.weight"), normed), -1)
                 x = normed if "norm_before_residual" in self.flags else x
-            x = x + self._attention(inputs, prefix + "self_attn.")
-            inner = self._rms(x, prefix + "post_attention_layernorm.weight")
-            gate, up, down = (self.weights[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            x = x + linear(silu(linear(inner, gate)) * linear(inner, up), down)
-        return self._rms(x, "norm.weight") if "norm_output" in self.flags else x
+            x = x + self.attention(inputs, seen, prefix + "self_attn.")
+            x = x + self.feed_forward(x, prefix)
+        return self.rms(x, "norm.weight") if "norm_output" in self.flags else x
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         if self.is_eagle3 and "norm_output" not in self.flags:
-            features = self._rms(features, "norm.weight")
+            features = self.rms(features, "norm.weight")
         return linear(features, self.output_head)
 
     def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -137,31 +135,6 @@ class EagleHead:
             beam = sorted(level, key=lambda node: -node[1])[:top_k]
         return {path for path, _ in sorted(candidates, key=lambda node: -node[1])[:num_nodes]}
 
-    def _rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[name]
-
-    def _attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
-        def project(name: str) -> torch.Tensor:
-            weight, bias = (self.weights.get(f"{prefix}{name}_proj.{kind}") for kind in ("weight", "bias"))
-            states = linear(x, weight, bias)
-            return states.view(len(x), -1, self.head_dim).transpose(0, 1)
-
-        q, k, v = map(project, "qkv")
-        if f"{prefix}q_norm.weight" in self.weights:
-            q, k = self._rms(q, f"{prefix}q_norm.weight"), self._rms(k, f"{prefix}k_norm.weight")
-        half = self.head_dim // 2
-        angles = torch.arange(len(x))[:, None] / self.rope_factor * self.theta ** (-torch.arange(half) / half).double()
-
-        def rotate(y: torch.Tensor) -> torch.Tensor:
-            left, right = y[..., :half], y[..., half:]
-            cos, sin = angles.cos(), angles.sin()
-            return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-
-        k, v = (states.repeat_interleave(len(q) // len(k), dim=0) for states in (rotate(k), v))
-        scores = rotate(q) @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
-        scores = scores.masked_fill(~torch.ones(len(x), len(x), dtype=torch.bool).tril(), -math.inf)
-        return linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), self.weights[f"{prefix}o_proj.weight"])
-
 
 def make_head(
     is_eagle3: bool,
@@ -195,14 +168,8 @@ def make_head(
     norms |= {f"fc_norm.{i}.weight": target_hidden_size for i in range(len(inputs))} if "fc_norm" in flags else {}
     for layer in range(num_layers):
         prefix, is_first = f"layers.{layer}.", layer == 0
-        for name, rows in (("q", num_heads * head_dim), ("k", KV_HEADS * head_dim), ("v", KV_HEADS * head_dim)):
-            columns = 2 * HIDDEN if is_eagle3 and is_first else HIDDEN
-            weights[f"{prefix}self_attn.{name}_proj.weight"] = new(rows, columns)
-            if qkv_bias:
-                weights[f"{prefix}self_attn.{name}_proj.bias"] = new(rows)
-        weights[prefix + "self_attn.o_proj.weight"] = new(HIDDEN, num_heads * head_dim)
-        for name, shape in (("gate", (FFN, HIDDEN)), ("up", (FFN, HIDDEN)), ("down", (HIDDEN, FFN))):
-            weights[f"{prefix}mlp.{name}_proj.weight"] = new(*shape)
+        columns = 2 * HIDDEN if is_eagle3 and is_first else HIDDEN
+        weights |= layer_weights(new, prefix, head_dim, columns, num_heads, qkv_bias)
         norms[prefix + "post_attention_layernorm.weight"] = HIDDEN
         if is_eagle3 or not is_first:
             norms[prefix + "input_layernorm.weight"] = HIDDEN

@@ -36,7 +36,7 @@ class Family:
         plus_one: Whether norms multiply by `1 + weight`.
         fields: Fields of the target's config.
         renamed: Names in the layer that are not those of the target's layers.
-        is_chain: Whether the target drafts chains.
+        model_type: Its type, where that is not the family's name.
     """
 
     names: tuple[str, str, str, str | None, str]
@@ -48,7 +48,7 @@ class Family:
     plus_one: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
-    is_chain: bool = False
+    model_type: str | None = None
 
 
 def norm(states: torch.Tensor, weight: torch.Tensor, eps: float = EPS, plus_one: bool = False) -> torch.Tensor:
@@ -180,7 +180,7 @@ _BESIDE = tuple(f"mtp.{n}" for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidde
 _LISTED = tuple(f"model.mtp.layers.0.{n}" for n in ("enorm", "hnorm", "eh_proj", "final_layernorm", ""))
 _PARTS = ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", None, "model.mtp_block.0.")
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
-_QWEN = {"plus_one": True, "is_chain": True, "fields": _HYBRID}
+_QWEN = {"plus_one": True, "fields": _HYBRID}
 _SLIDING = grouped_attention("sliding_attention")
 _MIXED = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -197,6 +197,11 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(_BESIDE, 1, 1, grouped_attention(), **_QWEN),
     "mellum": Family(_BESIDE, 0, 1, _SLIDING, fields={"num_mtp_layers": 1} | _MIXED),
     "exaone_moe": Family(_BESIDE, 0, 0, _SLIDING, fields=_MIXED),
+    # Full layers of the target have no positions, and this one has.
+    "exaone_moe_full": Family(
+        _BESIDE, 0, 0, grouped_attention(), fields=_MIXED | {"mtp_layer_types": ["full_attention"]},
+        model_type="exaone_moe",
+    ),
     "mimo_v2_flash": Family(
         _LISTED, 0, 0, _SLIDING, False, False, fields=_MIXED,
         renamed={"post_attention_layernorm": "pre_mlp_layernorm"},
@@ -280,7 +285,7 @@ def make_mtp_target(model_type: str, folder: Path, **fields: Any) -> MtpTarget:
     """Makes a random target with an MTP layer, and writes it."""
     family, size = FAMILIES[model_type], {"num_hidden_layers": 2, "rms_norm_eps": EPS}
     torch.manual_seed(0)
-    config = small_config(model_type, **size | family.fields | fields)
+    config = small_config(family.model_type or model_type, **size | family.fields | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # norms and biases are not trivial
@@ -310,10 +315,9 @@ def add_layer(target: MtpTarget) -> None:
             tail = name.removeprefix(prefix)
             if name.startswith(prefix) and ("self_attn" in tail) == is_wanted:
                 first, dot, rest = tail.partition(".")
-                is_norm = "norm" in tail
-                new = torch.randn(tensor.shape) * (0.2 if tensor.ndim == 1 else 0.4) + (
-                    is_norm and not family.plus_one
-                )
+                is_norm, size = "norm" in tail, 0.2 if tensor.ndim == 1 else 0.4
+                size = 2.0 if "sink" in tail else size  # or few tokens would attend to them
+                new = torch.randn(tensor.shape) * size + (is_norm and not family.plus_one)
                 made[f"{layer}{family.renamed.get(first, first)}{dot}{rest}"] = new.to(tensor.dtype)
     target.tensors |= made
     target.added[:] = made

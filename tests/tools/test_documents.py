@@ -127,6 +127,25 @@ def test_every_page_is_in_the_navigation_and_short() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 200, name
 
 
+# Words that readers of other packages do not know.
+OWN_WORDS = (
+    "tau", "paus", "break.even", "draft vocabulary", "draft temperature", "transitions", "feature cache",
+    "linear start", "own features", "chain",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_begins_with_its_command_and_links_its_own_words(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.splitlines()[2].startswith("```")
+    prose = re.sub(r"^ *```.*?```$|^#[^\n]*", "", text, flags=re.M | re.S)
+    prose = re.sub(r"(\[`[^`]*`\]\()|`[^`]*`", r"\1", prose)  # code, except in links
+    links = [link.span() for link in re.finditer(r"\[[^\]]*\]\([^)]*\)", prose)]
+    for word in OWN_WORDS:
+        first = re.search(rf"\b{word}", prose, flags=re.IGNORECASE)
+        assert first is None or any(start <= first.start() < end for start, end in links), word
+
+
 def test_the_figures_of_the_authors_are_the_same_in_both_places() -> None:
     def rows(path: Path) -> dict[str, tuple[str, ...]]:
         row = r"^\| `([\w./-]+)` \|(?: `amd/.*?` \|)? ([\d.]+x) \| ([\d.]+) \|"

@@ -125,16 +125,16 @@ def test_a_drafter_is_found_in_the_repository_or_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Path(arguments.find_pair("demo").find_drafter(), "config.json").exists()
+    assert Path(arguments.find_drafter("demo"), "config.json").exists()
     # Of somebody who has the package and not the repository.
     monkeypatch.setattr(arguments, "__file__", str(tmp_path / "lib/python3/site-packages/package/tools/arguments.py"))
     message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
     with pytest.raises(FileNotFoundError, match=message):
-        arguments.find_pair("demo").find_drafter()
+        arguments.find_drafter("demo")
     folder = Path("examples", "smollm2", "gumiho")
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
-    assert arguments.find_pair("smollm2").find_drafter() == str(folder)
+    assert arguments.find_drafter("smollm2") == str(folder)
 
 
 def test_a_pair_answers_by_its_name() -> None:

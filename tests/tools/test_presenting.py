@@ -56,6 +56,10 @@ from transformers_gumiho.training.recipe.arguments import RecipeArguments
 
 PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho"), "dtype": "float32"}
 OPTIONS = [part for name, value in PAIR.items() for part in (f"--{name}", value)]
+COMMANDS = ["generate", "show", "demo", "benchmark", "tune", "attach", "data", "train"]
+EXTRAS = [
+    "datasets", "evaluate", "gguf", "gradio", "jinja2", "matplotlib", "openai", "peft", "tensorboard",
+]  # fmt: skip
 PROMPT = "def __init__(self, "
 TOKENIZER = make_tokenizer(None)
 
@@ -529,7 +533,7 @@ def test_pictures_of_large_trees_are_valid_and_small(tmp_path: Path) -> None:
         f"{match[1]} {match[2]}" for match in re.finditer(r"^ (\d\.\d{3})  (\d\.\d{3}) ", printed, re.M)
     )
     assert sum("✓" in (text or "") for text in written) - 1 == printed.count(" * ")
-    assert f"after {re.search(r'^after (.*)$', printed, re.M)[1]}" in written
+    assert f"after {re.search(r'^cycle 1, after (.*)$', printed, re.M)[1]}" in written
 
 
 def test_show_says_how_many_cycles_a_text_has(tmp_path: Path) -> None:
@@ -557,7 +561,7 @@ def test_all_commands_name_a_pair_with_the_same_options() -> None:
     assert shared >= {"pair", "target", "assistant", "dtype", "device_map"}
 
 
-@pytest.mark.parametrize("command", ["generate", "show", "demo", "benchmark", "tune", "attach", "data", "train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_each_option_and_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -571,6 +575,8 @@ def test_help_shows_each_option_and_default_once(
     assert not any("-" in name or name.startswith("no_") for name in shown), "a second spelling"
     assert "args." not in text
     assert not [line for line in text.splitlines() if line.count("(default") > 1 or "(default: None)" in line]
+    if command == "generate":
+        assert {"(default: 0.0)", "(default: 0)"} <= set(re.findall(r"\(default: .*?\)", text))
     if command != "train":
         return
     own = {field.name for kind in (RecipeArguments, GumihoTrainingArguments) for field in fields(kind)}
@@ -586,6 +592,25 @@ def test_help_shows_each_option_and_default_once(
     assert {field.name for field in fields(TrainingArguments) if field.init} <= set(
         re.findall(r"^  --(\S+)", capsys.readouterr().out, flags=re.M)
     )
+
+
+def test_help_needs_no_extra() -> None:
+    """As after `pip install transformers-gumiho` alone; what needs an extra then names it."""
+    program = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS})
+from transformers_gumiho_cli import main
+for words in [[command, "--help"] for command in {COMMANDS}] + [["data", "--output_file", "a"]]:
+    sys.argv = ["gumiho", *words]
+    try:
+        main()
+    except SystemExit as error:
+        print("ends with", error.code)
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ends = re.findall("ends with (.*)", process.stdout)
+    assert ends[:-1] == ["0"] * len(COMMANDS), process.stderr
+    assert "Install it with `pip install 'transformers-gumiho[train]'`" in ends[-1]
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["tun"], 2)])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.arguments import find_pair
+from transformers_gumiho.tools.pairs.arguments import cpu_dtype, find_drafter
 from transformers_gumiho.tools.pairs.smollm2 import INSTALL, installed_file
 from transformers_gumiho.training.data.open_text import encode_turn
 
@@ -31,12 +31,12 @@ def test_a_large_pair_runs_in_16_bits_where_the_cpu_computes_in_them(
     monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], dtype: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert find_pair("smollm2").cpu_dtype == dtype
-    assert find_pair("demo").cpu_dtype == "float32"
+    assert cpu_dtype("smollm2") == dtype
+    assert cpu_dtype("demo") == "float32"
 
 
 def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> None:
-    folder = Path(find_pair("smollm2").find_drafter())
+    folder = Path(find_drafter("smollm2"))
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 42e6
     drafter = GumihoModel.from_pretrained(folder, dtype="auto")
     assert drafter.dtype == torch.bfloat16

@@ -24,7 +24,7 @@ from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.tools.benchmarking import BenchmarkArguments, benchmark
 from transformers_gumiho.tools.measuring.timing import DecodingTime
 from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
-from transformers_gumiho.tools.pairs.arguments import Pair
+from transformers_gumiho.tools.pairs import arguments as pair_arguments
 from transformers_gumiho.tools.tuning import (
     Standing,
     Tree,
@@ -380,7 +380,7 @@ def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.M
     """Its settings go into the drafter's own folder, unless another one is named."""
     drafter = tmp_path / "gumiho"
     shutil.copytree(DEMO_TARGET.parent / "gumiho", drafter)
-    monkeypatch.setattr(Pair, "find_drafter", lambda _: str(drafter))
+    monkeypatch.setattr(pair_arguments, "find_drafter", lambda _: str(drafter))
     result = find(PlantedMachine(tau_of, cycle_of(0.02)))
     monkeypatch.setattr(command, "find_settings", lambda *_: result)
     prompts = str(DEMO_TARGET.parent / "prompts.jsonl")

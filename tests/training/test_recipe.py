@@ -79,7 +79,12 @@ def test_one_command_makes_a_drafter_from_nothing(
     for bar in ("target answers", "extracting features", "tuning:", "decoding:"):
         assert bar in output.err
     assert "tokens/s" in output.err
-    assert re.search(r"serial 1/2  step 2/4  .*tokens/s  .*agreement .*expected [\d.]+ tokens per pass", output.out)
+    assert re.search(r"serial 1/2  step 2/4  .*tokens/s  ", output.out)
+    assert re.search(r"serial 1/2  step 2: agreement .*expected [\d.]+ tokens per pass", output.out)
+    # The output is no terminal here.
+    assert not re.search("[\r\x1b]", output.out + output.err)
+    of_training = re.findall("^(?:serial|heads) .*$", output.out, flags=re.MULTILINE)
+    assert max(map(len, [*of_training, *output.err.splitlines()])) <= 100
     assert "heads 2/2  step 4/4" in output.out
     drafter = check_drafter(tmp_path / "gumiho", small)
     assert drafter.config.transition_rank == 64

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -267,7 +268,7 @@ def test_a_drafter_that_training_harms_stays_as_it_was(folder: Path, whole: Path
     output = gumiho(
         "train", *words, "--stages", "train", "--learning_rate", 0.1, "--warmup_steps", 0, "--max_steps", 1
     )
-    assert re.search(r"train 1/1  begins with  agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
+    assert re.search(r"train 1/1  step 0: agreement \d+% .*expected [\d.]+ tokens per pass\n", output)
     assert "train 1/1: nothing was better than the drafter to begin with, which stays" in output
     assert_same_drafter(folder / "harmed", whole)
 
@@ -300,7 +301,9 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     assert_same_drafter(whole, folder / "stopped")
 
 
-def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(folder: Path, whole: Path) -> None:
+def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter(
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*PUBLISHED, "--max_steps", -1, "--num_train_epochs", 2, "--tokens_per_step", 256, "--save_steps", 1]
     runs = {name: command(folder, name, *words) for name in ("tokens", "stopped_tokens")}
     for name, run in runs.items():
@@ -312,7 +315,11 @@ def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter
     num_steps = state["max_steps"] // 2
     assert num_steps > 3
     interrupt(GumihoTrainer, "training_step", num_steps + 2, *runs["stopped_tokens"])
+    assert "gumiho train: Interrupted. Run the same command again: it continues." in capsys.readouterr().err
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("transformers.trainer_utils"), "callHandlers", said.append)
     assert "published: continues from" in gumiho(*runs["stopped_tokens"])
+    assert not said, "transformers compares with the checkpoint"
     assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 

@@ -504,6 +504,23 @@ def test_tools_documents_and_calls_reach_the_template(form: str, config: PreTrai
     assert again[0]["input_ids"] == rows[0]["input_ids"]
 
 
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim", "'' + m.content", "m.content.strip()"])
+def test_a_null_content_is_an_empty_text_and_a_template_without_tools_is_named_once(
+    shown: str, config: PreTrainedConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenAI writes null beside calls. Many templates would write "None" for it, or fail."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ SHOWN }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% endfor %}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    calls = [{"function": {"name": "list_paths", "arguments": "{}"}}]
+    messages = [MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "a.py"}, {"role": "assistant", "content": "import os"}]
+    rows, _ = prepare([{"messages": messages, "tools": TOOLS}], config, template.replace("SHOWN", shown))
+    assert texts_that_count(rows[0]) == ["list_paths<|endoftext|>", "import os<|endoftext|>"]
+    assert caplog.text.count("The chat template ignores `tools`") == 1
+
+
 def test_empty_lists_of_tools_and_calls_are_none(config: PreTrainedConfig) -> None:
     """As tables fill them in. Llama 3.1's template takes any list for a call, and any for tools."""
     template = "{% if tools is not none %}tools{% endif %}" + CHATML.replace(

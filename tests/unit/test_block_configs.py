@@ -46,7 +46,6 @@ REFUSED: dict[str, tuple[Any, str | None, str]] = {
     "mla": (lambda d: zlab(d, attention_mode="mla"), None, r"multi-head latent attention \(MLA\)"),
     "mla_by_tensors": (zlab, "layers.0.self_attn.kv_b_proj.weight", r"multi-head latent attention \(MLA\)"),
     "sinks": (zlab, "layers.0.self_attn.attention_sink_bias", "with attention sinks"),
-    "muse": (lambda d: {"architectures": ["MuseGlimmerAssistantModel"]}, None, "assistant of Transformers for Muse"),
     "architecture": (lambda d: zlab(d) | {"architectures": ["DFlashOtherModel"]}, None, "'DFlashOtherModel'"),
     "kind": (lambda d: zlab(d, projector_type="other"), None, "of the kind 'other'"),
     "layer_type": (lambda d: zlab(d) | {"model_type": "olmo2"}, None, "layers of the type 'olmo2'"),

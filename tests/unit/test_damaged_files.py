@@ -11,8 +11,8 @@ from training_data import DEMO_TARGET, write_jsonl
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.commands import UserError
+from transformers_gumiho.model.loading import is_drafter
 from transformers_gumiho.tools.pairs import PairArguments, load_target
-from transformers_gumiho.tools.serving_folder import is_drafter
 
 
 WAY_OUT = ".*Delete it, and download it again"

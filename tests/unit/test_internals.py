@@ -44,6 +44,10 @@ SIGNATURES = {
         "self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, "
         "inputs_tensor, assistant_model, assistant_tokenizer, tokenizer"
     ),
+    "transformers.GenerationMixin.adjust_generation_fn": (
+        "self, generation_config, from_auto_class, from_pipeline, pretrained_model_name_or_path, cache_dir, "
+        "force_download, proxies, local_files_only, token, revision, subfolder"
+    ),
     "transformers.GenerationMixin._extract_generation_mode_kwargs": (
         "self, custom_generate, kwargs, synced_gpus, assistant_model, streamer"
     ),
@@ -151,7 +155,7 @@ def test_private_names_that_classes_override_are_listed() -> None:
             assert {name for name in private if any(hasattr(o, name) for o in outside)} <= OVERRIDDEN_NAMES
 
 
-def test_importing_replaces_two_steps_of_generate_and_nothing_else() -> None:
+def test_importing_replaces_three_steps_and_nothing_else() -> None:
     """Of all classes and functions that other models run. Nothing of vLLM is imported."""
     script = """
 import sys
@@ -174,8 +178,8 @@ print(*(name for name in sys.modules if "vllm" in name))
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    steps = ["GenerationMixin._assisted_decoding", "GenerationMixin._validate_generation_mode"]
-    assert run.stdout.split() == steps
+    steps = ["_assisted_decoding", "_validate_generation_mode", "adjust_generation_fn"]
+    assert run.stdout.split() == [f"GenerationMixin.{name}" for name in steps]
 
 
 def test_only_what_may_be_compiled_on_this_device_is() -> None:

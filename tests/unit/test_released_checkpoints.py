@@ -229,8 +229,12 @@ def test_layers_are_those_of_the_tensors(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_language_models_of_few_layers_are_told_by_their_tensors(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_FIELDS)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a Gumiho drafter: it has no `fc`.*\nmissing: fc\.bias, "):
+    with pytest.raises(ValueError, match=r"is not a Gumiho drafter: its tensors are a language model's"):
         GumihoModel.from_pretrained(tmp_path)
+    # A config of your own says that they are a drafter's.
+    config = GumihoConfig.from_target(LlamaConfig(**LLAMA_FIELDS))
+    with pytest.raises(ValueError, match=r"it has no `fc`.*\nmissing: fc\.bias, .* and \d+ more"):
+        GumihoModel.from_pretrained(tmp_path, config=config)
 
 
 def test_folders_without_a_config_are_refused(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from ..commands import UserValueError
 from ..files import check_folder
 from ..internals import ENTRY, extend_generation_step, named_arguments, prepared_request
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
-from ..model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
+from ..model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
 from .verification.placement import drafter_device
 from .verification.requirements import check_pair, check_request, check_target
-from .verification.target_memory import Attachment, memory_of
+from .verification.target_memory import Attachment, memory_of, place_of
 from .verification.traits import TargetTraits, Unsupported
 from .verification.trial import check_multi_token_decode
 
@@ -199,25 +199,27 @@ def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attac
     """
     named = (place or memory_of(target).attachments[-1]).named
     is_own = str(name) == OWN_MTP_LAYERS
-    where = target.config.name_or_path if is_own else name
-    source = os.path.abspath(where) if os.path.isdir(where) else str(where)
-    files, device = _files_of(where), drafter_device(target)
+    where, places = place_of(target) if is_own else (str(name), {})
+    folder = Path(where, places.get("subfolder", ""))
+    source = str(folder.absolute()) if folder.is_dir() else f"{where} {places or ''}"
+    files, device = _files_of(folder), drafter_device(target)
     drafter, known_files = named.get(source, (None, None))
     if drafter is None or (known_files, drafter.device, drafter.dtype) != (files, device, target.dtype):
         # A drafter that is known needs no request to the Hub.
-        where, options = own_mtp_layers(target.config) if is_own else (where, {})
-        check_folder(str(where), has_config=False)
-        drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **options)
+        if is_own:
+            check_mtp_layers(where, places)
+        check_folder(where, has_config=False)
+        drafter = GumihoModel.from_pretrained(where, dtype=target.dtype, device_map=device, **places)
         if drafter.config.has_embedding or drafter.config.owns_head:  # others read the target's in the first call
             drafter.share_embedding(target)
         named[source] = drafter, files
     return drafter
 
 
-def _files_of(name: str | os.PathLike) -> list[tuple[str, int, int]]:
+def _files_of(folder: Path) -> list[tuple[str, int, int]]:
     """Returns when the configs and weights of a folder were written, and their sizes. A name on the Hub has none."""
     suffixes = (".json", ".safetensors", ".bin")
-    files = [(path.name, path.stat()) for path in Path(name).glob("*") if path.suffix in suffixes]
+    files = [(path.name, path.stat()) for path in folder.glob("*") if path.suffix in suffixes]
     return sorted((file, found.st_mtime_ns, found.st_size) for file, found in files)
 
 

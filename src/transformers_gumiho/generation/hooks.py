@@ -10,8 +10,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
+from ..commands import UserValueError
+from ..files import PLACES
 from ..internals import (
     DECODING_STEP,
+    LOADING_STEP,
     PLAIN_STEP,
     VALIDATION_STEP,
     default_settings,
@@ -20,12 +23,14 @@ from ..internals import (
     given_in_call,
 )
 from ..model.decoding_settings import DECODING_SETTINGS, SETTINGS_OF_CALLS
+from ..model.loading import is_misread_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
 from .observers import observers_of_call
 from .sequences import max_length_of
 from .verification.requirements import check_inputs, check_request, unsupported_reason
+from .verification.target_memory import memory_of
 from .verification.traits import Unsupported
 
 
@@ -57,6 +62,12 @@ def _validate_generation_mode(
         # `generate()` hands these arguments on to the decoding step.
         generation_mode_kwargs["assistant_model"] = assistant
     drafter = _drafter_in(assistant)
+    if drafter is None and is_misread_drafter(assistant):
+        raise UserValueError(
+            f"The assistant is a {type(assistant).__name__} from the files of the drafter "
+            f"{assistant.config.name_or_path!r}, some of which this class does not read. Load it with "
+            f"`GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
+        )
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
             traits = check_request(target, drafter, generation_config, generation_mode_kwargs)
@@ -116,6 +127,12 @@ def _assisted_decoding(
     return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
 
 
+def _note_places(plain: Callable[..., None], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
+    """Notes where a model is loaded from. `assistant_model="mtp"` reads its MTP layers there."""
+    memory_of(target).places = {name: kwargs[name] for name in PLACES if kwargs.get(name) not in (None, "")}
+    plain(*args, **kwargs)
+
+
 class GumihoGenerationMixin(GenerationMixin):
     """
     `generate()` with draft trees, for classes that override transformers' decoding methods.
@@ -134,8 +151,9 @@ class GumihoGenerationMixin(GenerationMixin):
 
 def install() -> None:
     """
-    Extends two steps of transformers' `generate()` for Gumiho drafters. Calls without such a drafter run transformers'
-    own code. Calling this again changes nothing.
+    Extends two steps of transformers' `generate()` for Gumiho drafters, and the end of `from_pretrained`, which notes
+    where a target is from. Calls without such a drafter run transformers' own code. Repeating it changes nothing.
     """
     extend_generation_step(VALIDATION_STEP, _validate_generation_mode)
     extend_generation_step(DECODING_STEP, _assisted_decoding)
+    extend_generation_step(LOADING_STEP, _note_places)

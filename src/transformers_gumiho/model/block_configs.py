@@ -23,15 +23,16 @@ _OTHERS = (
     (r"p_?eagle|mask_hidden$", "a P-EAGLE head, with EAGLE's first layer"),
     (r"gemma|layer_scalar$|_feedforward_layernorm\.", "a block drafter with layers of Gemma"),
     (r"laguna|self_attn\.g_proj\.|aux_(hidden_)?norms?\.", "a block drafter with layers of Laguna"),
-    (r"muse", "a DFlash assistant of Transformers for Muse, which Transformers runs itself"),
     (r"markov_head\.gate_proj\.", "a DSpark drafter with a gated Markov head"),
     (r"markov_head\.joint_proj\.", "a DSpark drafter with a recurrent Markov head, with a state for each path"),
     (r"deepseek|^mla$|\.(q_[ab]_proj|kv_[ab]_proj\w*)\.", "a block drafter with multi-head latent attention (MLA)"),
     (r"attention_sink|\.sinks$", "a block drafter with attention sinks"),
 )
-_KNOWN_ARCHITECTURE = re.compile(r"(Qwen3)?(DFlash|DSpark)(DraftModel|Model|Speculator)")
+_KNOWN_ARCHITECTURE = re.compile(r"(Qwen3)?(DFlash|DSpark)(DraftModel|Model|Speculator)|MuseGlimmerAssistantModel")
+# Transformers' own DFlash head, for Muse.
+_MUSE = "muse_glimmer_assistant"
 # Types of configs whose layers are Qwen3's or Llama's, with biases and norms that the tensors show.
-_LAYER_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_LAYER_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", _MUSE)
 # Fields that are read, beside those of any head.
 _READ = {
     "dflash_config", "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids",
@@ -56,10 +57,6 @@ _KNOWN_TENSORS = re.compile(
     r"|markov_head\.markov_w[12]|verifier_lm_head|verifier_norm)\.weight|confidence_head\.proj\.(weight|bias)"
     r"|d2t|t2d|(.*\.)?rotary_emb\.inv_freq"
 )
-_NEEDED_TENSORS = (
-    "fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
-    "layers.0.mlp.gate_proj.weight",
-)  # fmt: skip
 
 
 def is_block_drafter(fields: Mapping[str, Any]) -> bool:
@@ -87,11 +84,18 @@ def block_fields(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> d
     Raises:
         ValueError: It is a drafter of another kind, or one with something that is not known here.
     """
+    if fields.get("model_type") == _MUSE:
+        # Its vocabulary is the target's. Its layers slide both ways, and see as far as the window's last token.
+        fields = fields | {
+            "vocab_size": 0,
+            "is_causal": False,
+            "sliding_window": fields.get("sliding_window", 2048) + 1,
+        }
     head = PublishedHead(fields, "dflash_config", name_or_path)
     head.shapes = shapes
     _check_names(head)
     head.check_fields(_READ | _IDLE, _NEUTRAL)
-    head.check_tensors(_KNOWN_TENSORS, _NEEDED_TENSORS)
+    head.check_tensors(_KNOWN_TENSORS)
     for name in ("block_size", "mask_token_id"):
         if type(head.flags.get(name)) is not int:
             raise head.fault(f"`{name}` must be an integer, got {head.flags.get(name)!r}")
@@ -128,7 +132,7 @@ def check_block(config: Any) -> None:
     size, mask_token, llama = config.block_size, config.mask_token_id, config.get_text_config()
     if size is None or config.max_draft_depth < 1:
         raise UserValueError(f"`block_size` must leave a token to draft, got {size!r}.")
-    if mask_token is None or not 0 <= mask_token < llama.vocab_size:
+    if mask_token is None or not 0 <= mask_token < (llama.vocab_size or mask_token + 1):
         raise UserValueError(f"`mask_token_id` must be a token, from 0 to {llama.vocab_size - 1}, got {mask_token!r}.")
     if config.num_serial_tokens or config.num_parallel_heads:
         raise UserValueError(

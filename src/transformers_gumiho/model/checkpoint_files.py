@@ -21,7 +21,8 @@ from ..files import PLACES, damaged_files_named
 def plain_name(key: str) -> str:
     """Returns the name of a drafter's tensor without the prefixes that other tools write before it."""
     name = re.sub(r"^(?:model\.){0,2}midlayer\.", "layers.0.", key)
-    return re.sub(r"^mlp\.mlp\.", "mlp.", re.sub(r"^(?:model\.){1,2}", "", name))
+    name = re.sub(r"^encoder\.", "", re.sub(r"^(?:model\.){1,2}", "", name))
+    return re.sub(r"^mlp\.mlp\.", "mlp.", name.replace("output_norm_enc.", "hidden_norm."))
 
 
 def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:

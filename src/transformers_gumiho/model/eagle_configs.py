@@ -6,7 +6,7 @@ that are read, the rotary embedding, and where norms apply. [`PublishedHead`] re
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers.utils import logging
@@ -33,11 +33,6 @@ _KNOWN_TENSORS = re.compile(
     r"|self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm|hidden_norm))\.(weight|bias)"
     r"|d2t|t2d|token_map|(.*\.)?rotary_emb\.inv_freq"
 )
-# By their shapes a config is read.
-_NEEDED_TENSORS = (
-    "fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
-    "layers.0.mlp.gate_proj.weight",
-)  # fmt: skip
 _KNOWN_ARCHITECTURE = re.compile(
     r"(Eagle3?)?(Llama4?|Mixtral|Qwen[23](_?5?vl|_?moe)?)ForCausalLM(Eagle3?)?|Eagle(3(Speculator|DraftModel|Model)|Model)",
     re.IGNORECASE,
@@ -52,7 +47,7 @@ _DRAFTERS = re.compile(
 # Fields by which targets count or describe their own MTP layers.
 _OF_TARGETS = re.compile(r"num_mtp_layers|num_nextn_predict_layers|mtp_.+")
 # Tensors that drafters have and language models have not.
-_OF_DRAFTERS = re.compile(r"(fc|medusa_head|\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
+_OF_DRAFTERS = re.compile(r"(fc|medusa_head|(mlp\.)?\d+\.\d+\.linear)\.|(.*\.)?eh_proj\.")
 
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
@@ -63,9 +58,9 @@ def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     return any(_DRAFTERS.search(str(name)) for name in names)
 
 
-def is_of_language_model(shapes: Shapes) -> bool:
-    """Whether tensors are a language model's, and not a drafter's, of any method."""
-    return not any(map(_OF_DRAFTERS.match, shapes))
+def is_of_language_model(names: Iterable[str]) -> bool:
+    """Whether the plain names of tensors are a language model's, and not a drafter's, of any method."""
+    return not any(map(_OF_DRAFTERS.match, names))
 
 
 def eagle_fields(
@@ -92,7 +87,7 @@ def eagle_fields(
     if "sliding_attention" in head.flags.get("layer_types", [])[: head.flags.get("num_hidden_layers")]:
         raise head.refusal("a head with a sliding window (`layer_types`)")
     head.shapes = shapes or read_shapes()
-    head.check_tensors(_KNOWN_TENSORS, _NEEDED_TENSORS)
+    head.check_tensors(_KNOWN_TENSORS)
     is_eagle3 = "layers.0.hidden_norm.weight" in head.shapes
     if not is_eagle3:
         _check_eagle1(head)

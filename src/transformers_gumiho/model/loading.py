@@ -4,18 +4,18 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from ..commands import UserValueError
-from ..files import PLACES
+from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .block_configs import block_fields, is_block_drafter
-from .checkpoint_files import read_entry, tensor_files, tensor_shapes
+from .checkpoint_files import plain_name, read_entry, tensor_files, tensor_shapes
 from .draft_vocabulary import (
     check_vocabulary_mask,
     entry_token_ids,
@@ -40,6 +40,7 @@ _MAX_LAYERS = 8
 _HEAD_TENSOR = re.compile(r"mlp\.(\d+)\.(\d+)\.linear\.(?:weight|bias)")
 _TRANSITION_TENSOR = re.compile(r"transition\.(\d+)\.(?:down|up)")
 _FUSION_TENSOR = "layer_fusion.weight"
+_NUM_LISTED = 8  # tensors in an error
 
 
 def find_packaged_folder(name_or_path: Any) -> Path | None:
@@ -82,6 +83,7 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     found = mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path)
     if found is not None:
         return found
+    where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     # The number of layers may have been copied from the target. The tensors of a folder are seen at once.
     if _is_small(fields) or claims_to_draft(fields) or os.path.isdir(name_or_path):
         shapes = cache(lambda: tensor_shapes(name_or_path, options))
@@ -89,7 +91,6 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
         if found is not None:
             return found
         fields = _with_own_layers(fields, shapes(), name_or_path)
-    where = f"{str(name_or_path)!r} is not a Gumiho drafter"
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
@@ -101,6 +102,11 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
             f"{where}: its config.json describes a Llama of {fields.get('num_hidden_layers')!r} layers, where the "
             f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
             f"or its `GumihoConfig` as `config`."
+        )
+    if shapes() and is_of_language_model(shapes()):
+        raise UserValueError(
+            f"{where}: its tensors are a language model's. Give a drafter that was trained for your target. "
+            f"Transformers' own assisted generation takes a language model as `assistant_model`."
         )
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
@@ -115,6 +121,23 @@ def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) 
     return fields | own
 
 
+def is_drafter(name: str | os.PathLike) -> bool:
+    """
+    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
+    no code from there. Raises `ValueError` where no config can be read.
+    """
+    if find_packaged_folder(str(name)):
+        return True
+    try:
+        with damaged_files_named(name):
+            config, _ = PreTrainedConfig.get_config_dict(str(name))
+            return is_of_drafter(config, name)
+    except OSError as error:
+        raise UserValueError(
+            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
+        ) from error
+
+
 def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     """Whether the content of a `config.json` is that of a drafter, of any method."""
     if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
@@ -123,6 +146,21 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
         return False
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
+
+
+def is_misread_drafter(model: Any) -> bool:
+    """Whether a language model was loaded from the files of a drafter, without the tensors that only drafters have."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig) or not config.name_or_path or may_have_mtp_layers(config.to_dict()):
+        return False
+    return _holds_drafter(config.name_or_path) and is_of_language_model(map(plain_name, model.state_dict()))
+
+
+@lru_cache
+def _holds_drafter(name: str) -> bool:
+    """Whether the weights of a folder, or of a name in the cache of the Hub, are a drafter's."""
+    shapes = tensor_shapes(name, {"local_files_only": True})
+    return bool(shapes) and not is_of_language_model(shapes)
 
 
 def _is_small(fields: dict[str, Any]) -> bool:
@@ -150,6 +188,9 @@ def register_released_names() -> None:
         RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
         RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
+        # In Transformers' own DFlash head.
+        RenamingOnLoad(r"^encoder\.fc\.", "fc."),
+        RenamingOnLoad(r"^encoder\.output_norm_enc\.", "hidden_norm."),
         # As the reference's training writes them.
         RenamingOnLoad(r"^mlp\.mlp\.", "mlp."),
     ]
@@ -184,7 +225,7 @@ def accept_checkpoint(
     mismatched = [] if allow_mismatch else info["mismatched_keys"]
     shapes = [f"{key} is {tuple(found)}, expected {tuple(expected)}" for key, found, expected in mismatched]
     found = (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes))
-    problems = [f"{kind}: {', '.join(sorted(keys))}" for kind, keys in found if keys]
+    problems = [f"{kind}: {_listed(sorted(keys))}" for kind, keys in found if keys]
     if not problems:
         return
     if "fc.weight" in missing and not drafter.config.is_mtp:
@@ -192,6 +233,12 @@ def accept_checkpoint(
     else:
         reason = drafter.serial_head.misfit
     raise UserValueError(f"The checkpoint {name} {reason}\n" + "\n".join(problems))
+
+
+def _listed(names: list[str]) -> str:
+    """Returns some of the names, and how many there are besides."""
+    others = len(names) - _NUM_LISTED
+    return ", ".join(names[:_NUM_LISTED]) + (f" and {others} more" if others > 0 else "")
 
 
 def _own_fields(config: Any, source: Any, options: Mapping[str, Any]) -> dict[str, Any]:

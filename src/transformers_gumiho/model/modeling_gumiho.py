@@ -13,12 +13,13 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
 from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
+from .checkpoint_files import read_entry
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
 from .decoding_settings import DecodingSettingsMixin
 from .layer_fusion import GumihoLayerFusion
 from .loading import accept_checkpoint
-from .mtp_checkpoint import has_mtp_layers, read_mtp_layers
+from .mtp_checkpoint import HEAD_ROWS, has_mtp_layers, read_mtp_layers
 from .mtp_layouts import mtp_settings
 from .outputs import GumihoOutput
 from .parallel_heads import GumihoHeadLinear, GumihoParallelHeads
@@ -98,8 +99,8 @@ class GumihoModel(GumihoPreTrainedModel):
         own = [type(module).__name__ for module in (self.serial_layers[0], self.transition) if module is not None]
         self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
         self.gradient_checkpointing = False
-        # Of the output head that a target's checkpoint has for its MTP layer.
-        self.own_head_rows: torch.Tensor | None = None
+        # Of an output head that came with an MTP layer. The target's has to be the same.
+        self.register_buffer(HEAD_ROWS, None)
         self.set_generation_config(GenerationConfig.from_model_config(config))
         self.post_init()
 
@@ -174,7 +175,10 @@ class GumihoModel(GumihoPreTrainedModel):
         Raises:
             ValueError: It is offloaded, or of another shape.
         """
-        size = self.config.get_text_config().vocab_size, self.config.embedding_width
+        llama = self.config.get_text_config()
+        if llama.vocab_size == 0 and embedding is not None:  # a head's whose config does not say it
+            llama.vocab_size = len(embedding)
+        size = llama.vocab_size, self.config.embedding_width
         if not self.config.has_embedding:
             self.embed_tokens.lend(embedding, *size, like=self.fc.weight)
         else:
@@ -211,16 +215,19 @@ class GumihoModel(GumihoPreTrainedModel):
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         config = options.get("config")
         if isinstance(config, GumihoConfig) and config.is_of_target(source):
-            tensors, own_head_rows = read_mtp_layers(source, options)
+            tensors = read_mtp_layers(source, options)
+            head_rows = tensors.get(HEAD_ROWS)
             elsewhere = {name: value for name, value in options.items() if name not in PLACES}
             model, info = super().from_pretrained(None, *args, state_dict=tensors, **loading, **elsewhere)
-            model.own_head_rows = own_head_rows
             settings = GenerationConfig(**mtp_settings(config.get_text_config()))
             model.set_generation_config(options.get("generation_config") or settings)
         else:
             with damaged_files_named(source, options):
                 model, info = super().from_pretrained(source, *args, **loading, **options)
             model.load_generation_config(options)
+            head_rows = read_entry(source, HEAD_ROWS, options) if model.config.is_mtp else None
+        if head_rows is not None:
+            model.register_buffer(HEAD_ROWS, head_rows.to(model.device))
         accept_checkpoint(model, info, source, options, allow_mismatch)
         return (model, info) if output_loading_info else model
 

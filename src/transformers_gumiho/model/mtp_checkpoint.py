@@ -9,15 +9,14 @@ from transformers import PreTrainedConfig
 
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
-from ..internals import commit_of
 from .checkpoint_files import cached, tensor_files
 from .mtp_layouts import mtp_fields, mtp_names
 
 
 # Stands for the MTP layers in the checkpoint of the target itself.
 OWN_MTP_LAYERS = "mtp"
-# Rows of the layer's own output head that are compared with those of the target's.
-_HEAD_ROWS = 64
+# The first rows of an output head that came with the layer, under this name. The target's are compared with them.
+HEAD_ROWS, _NUM_HEAD_ROWS = "head_rows", 64
 # How the scales of a tensor in eight bits are called, after the tensor's name.
 _SCALES = ("_scale_inv", "_scale")
 # Scales of what layers compute. They are of no use for weights in 16 bits.
@@ -37,29 +36,21 @@ def has_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
     return mtp_fields(fields, lambda: tensor_files(name_or_path, options), name_or_path) is not None
 
 
-def own_mtp_layers(target_config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+def check_mtp_layers(name: str, options: Mapping[str, Any]) -> None:
     """
-    Returns the checkpoint that a target with this config was loaded from, and the arguments of `from_pretrained` with
-    which its MTP layers are read from there.
-
-    Raises:
-        ValueError: It has no MTP layers, or such that are not available here.
+    Raises `ValueError` where the checkpoint of a target has no MTP layers, or such that are not available here. The
+    arguments are as for [`read_mtp_layers`].
     """
-    name, commit = target_config.name_or_path, commit_of(target_config)
-    options = {} if commit is None else {"revision": commit}
     if not name or not has_mtp_layers(name, options):
         raise UserValueError(
             f"The target's checkpoint ({name!r}) has no MTP layers. They are often missing where a model was trained "
             f"further, merged or quantized. Name the original model as the assistant instead: its layers serve this "
-            f"target, too. Of a target that was loaded with `subfolder` or `token`, load them with "
-            f"`GumihoModel.from_pretrained(name, subfolder=..., token=...)`."
+            f"target, too. If the target was loaded from a `revision` or a `subfolder`, import `transformers_gumiho` "
+            f"before that."
         )
-    return name, options
 
 
-def read_mtp_layers(
-    name_or_path: Any, options: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def read_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     Reads the MTP layers of a target's checkpoint.
 
@@ -68,8 +59,8 @@ def read_mtp_layers(
         options: The arguments of `from_pretrained`.
 
     Returns:
-        The tensors by the drafter's names, and the first rows `(n, H)` of an output head that the checkpoint has for
-        the layer; `None` without one.
+        The tensors by the drafter's names. The first rows of an output head that the checkpoint has for the layer are
+        among them, as `HEAD_ROWS`.
 
     Raises:
         ValueError: The layers are packed, or lack scales.
@@ -79,7 +70,7 @@ def read_mtp_layers(
     files = tensor_files(name_or_path, options)
     own_names, own_head = mtp_names(fields, files)
     tensors: dict[str, torch.Tensor] = {}
-    head_rows = None
+    head_rows: dict[str, torch.Tensor] = {}
     with damaged_files_named(name_or_path, options):
         for file in sorted({files[name] for name in own_names}):
             with safe_open(cached(name_or_path, file, options), framework="pt") as stored:
@@ -87,10 +78,10 @@ def read_mtp_layers(
                 tensors |= {own_names[name]: stored.get_tensor(name) for name in names}
         if own_head is not None:
             with safe_open(cached(name_or_path, files[own_head], options), framework="pt") as stored:
-                head_rows = stored.get_slice(own_head)[:_HEAD_ROWS]
+                head_rows[HEAD_ROWS] = stored.get_slice(own_head)[:_NUM_HEAD_ROWS]
     inner = fields.get("text_config")
     quantization = fields.get("quantization_config") or (inner or {}).get("quantization_config") or {}
-    return dequantized(tensors, quantization, name_or_path), head_rows
+    return dequantized(tensors, quantization, name_or_path) | head_rows
 
 
 def dequantized(

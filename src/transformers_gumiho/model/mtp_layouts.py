@@ -102,7 +102,6 @@ class MtpFamily:
     Attributes:
         layout: The names of their tensors.
         fields: Returns the fields, for the target's text config, of a model that has the first MTP layer alone.
-        state_first: Whether the product takes the state before the embedding.
         reads_normed: Whether the layer reads the target's last state after its final norm.
         feeds_normed: Whether the state that the layer reads in place of the target's is the one after its own norm.
         final_norm: Whether there is a norm between the layer and the output head.
@@ -110,7 +109,6 @@ class MtpFamily:
 
     layout: MtpLayout
     fields: Callable[[PreTrainedConfig], dict[str, Any]]
-    state_first: bool = False
     reads_normed: bool = True
     feeds_normed: bool = True
     final_norm: bool = True
@@ -131,9 +129,10 @@ def _of_mellum(config: PreTrainedConfig) -> dict[str, Any]:
 def _of_exaone(config: PreTrainedConfig) -> dict[str, Any]:
     kinds = getattr(config, "mtp_layer_types", None) or config.layer_types
     windows = getattr(config, "mtp_sliding_windows", None) or [config.sliding_window]
-    # In a model with windows, layers without one have no rotary embedding. This layer always has.
-    window = windows[0] or config.sliding_window if kinds[0] == "sliding_attention" else None
-    return {"layer_types": kinds[:1], "mlp_layer_types": ["dense"], "sliding_window": window}
+    # A layer of this class without a window has no rotary embedding. This one always has, so it gets a window for all.
+    is_sliding = kinds[0] == "sliding_attention"
+    window = windows[0] or config.sliding_window if is_sliding else config.max_position_embeddings
+    return {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "sliding_window": window}
 
 
 def _of_nemotron(config: PreTrainedConfig) -> dict[str, Any]:
@@ -171,28 +170,19 @@ FAMILIES = {
     "ernie4_5_moe": MtpFamily(BY_PARTS, _with(moe_layer_start_index=1, moe_layer_end_index=1), final_norm=False),
     "nemotron_h": MtpFamily(BY_BLOCKS, _of_nemotron),
 }
-_INDEXED = "choose the keys that they read by an index, which a draft tree's cache does not hold"
-_STREAMS = "read several residual streams"
-_CHAINED = "are a chain of several layers, each with parts of its own"
-_NOT_COMPARED = "were not compared with another implementation"
 # Why those of other types are not available.
 _REFUSED = {
-    "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED,
-    "minimax_m3": _INDEXED,
-    "minimax_m3_vl_text": _INDEXED,
-    "deepseek_v4": _STREAMS,
-    "qwen4_exp_text": _STREAMS,
-    "hy_v4": _STREAMS,
-    "inkling_text": _CHAINED,
-    "step3p7": _CHAINED,
-    "step3p7_text": _CHAINED,
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa", "minimax_m3", "minimax_m3_vl_text"),
+        "choose the keys that they read by an index, which a draft tree's cache does not hold",
+    ),
+    **dict.fromkeys(("deepseek_v4", "qwen4_exp_text", "hy_v4"), "read several residual streams"),
+    **dict.fromkeys(
+        ("inkling_text", "step3p7", "step3p7_text"), "are a chain of several layers, each with parts of its own"
+    ),
+    **dict.fromkeys(("dots3_note", "exaone4_5", "exaone4_5_text"), "were not compared with another implementation"),
+    **dict.fromkeys(("glm_ocr", "glm_ocr_text"), "have multimodal positions"),
     "longcat_flash": "are of another class than the target's layers",
-    "dots3_note": _NOT_COMPARED,
-    "exaone4_5": _NOT_COMPARED,
-    "exaone4_5_text": _NOT_COMPARED,
-    "glm_ocr": "have multimodal positions",
-    "glm_ocr_text": "have multimodal positions",
 }
 # Names under which every known layout has an MTP layer.
 _ANY_LAYER = re.compile(r"(?:^|\.)mtp[._]|\.(?:eh_proj|enorm|hnorm)\.")
@@ -254,7 +244,6 @@ def mtp_fields(
         "gumiho_fc_bias": False,
         "has_embedding": False,
         "norm_output": family.feeds_normed,
-        "mtp_state_first": family.state_first,
         "mtp_reads_normed": family.reads_normed,
         "mtp_final_norm": family.final_norm,
         "dtype": fields.get("dtype") or fields.get("torch_dtype") or config.dtype,

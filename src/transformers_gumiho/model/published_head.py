@@ -22,6 +22,12 @@ logger = logging.get_logger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+# By their shapes a config is read.
+_NEEDED_TENSORS = (
+    "fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+)  # fmt: skip
+
 _LLAMA = {field.name for field in dataclasses.fields(LlamaConfig)}
 # Fields that are read, or that say what the tensors say better.
 _READ = {
@@ -170,13 +176,13 @@ class PublishedHead:
                     f"nothing of the head, remove it)"
                 )
 
-    def check_tensors(self, known: re.Pattern[str], needed: tuple[str, ...]) -> None:
+    def check_tensors(self, known: re.Pattern[str]) -> None:
         """Raises an error for a tensor of another name, and for a matrix that is missing."""
         if not self.shapes:
             raise self.refusal("a drafter that cannot be recognized: no weight file is found next to its config.json")
         if unknown := next((name for name in self.shapes if not known.fullmatch(name)), None):
             raise self.refusal(f"a head with the tensor `{unknown}`, which is not known")
-        if missing := next((name for name in needed if len(self.shapes.get(name, ())) != 2), None):
+        if missing := next((name for name in _NEEDED_TENSORS if len(self.shapes.get(name, ())) != 2), None):
             raise self.refusal(f"a drafter that cannot be recognized, because it has no matrix `{missing}`")
 
     def llama_fields(self) -> dict[str, Any]:

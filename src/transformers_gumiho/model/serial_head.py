@@ -19,6 +19,7 @@ from ..internals import CACHE_NAME, adopt_eager_attention, attention_implementat
 from .block_layers import MarkovHead, context_entries
 from .configuration_gumiho import GumihoConfig
 from .layer_fusion import GumihoLayerFusion, normalize_lower
+from .mtp_checkpoint import HEAD_ROWS
 from .serial_layers import Eagle3FirstLayer, make_layer
 
 
@@ -90,11 +91,16 @@ class GumihoSerialHead:
             position_ids=position_ids,
             **{CACHE_NAME: cache},
         )
-        position_embeddings = drafter.rotary_emb(fused, position_ids)
-        features = fused
-        for layer in drafter.layers:
-            features = layer(
-                features,
+        return self.run_layers(drafter, fused, [mask] * len(drafter.layers), position_ids, cache, **kwargs)
+
+    def run_layers(
+        self, drafter: Any, states: Any, masks: Any, position_ids: torch.Tensor, cache: Cache | None, **kwargs: Any
+    ) -> Any:
+        """Runs the layers on states `(B, T, H)`, each layer with its own of the masks. Returns states."""
+        position_embeddings = drafter.rotary_emb(states, position_ids)
+        for layer, mask in zip(drafter.layers, masks, strict=True):
+            states = layer(
+                states,
                 attention_mask=mask,
                 position_ids=position_ids,
                 use_cache=cache is not None,
@@ -102,7 +108,7 @@ class GumihoSerialHead:
                 **{CACHE_NAME: cache},
                 **kwargs,
             )
-        return features
+        return states
 
     def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
         """Maps features to the states that an output head scores."""
@@ -162,7 +168,8 @@ class MtpSerialHead(GumihoSerialHead):
     output head scores what it returns. Later tokens are drafted from its own features, as an EAGLE head does.
     """
 
-    ignored_keys = ()
+    # They are read apart, where they are.
+    ignored_keys = (rf"^{HEAD_ROWS}$",)
     misfit = (
         "has MTP layers that do not fit the target's own layers. Layers of a target that was quantized or trained "
         "further may be damaged or incomplete: name the original checkpoint instead."
@@ -272,20 +279,9 @@ class BlockHead(GumihoSerialHead):
         block = nn.functional.pad(tokens, (0, num_queries - 1), value=drafter.config.mask_token_id)
         return drafter.embed_tokens(block).to(drafter.dtype)
 
-    def run(
-        self, drafter: Any, fused: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor, cache: Any, **_: Any
-    ) -> torch.Tensor:
-        """Runs the layers on a block after the context in the cache. `attention_mask` is a list, one of each layer."""
-        position_embeddings, states = drafter.rotary_emb(fused, position_ids), fused
-        for layer, mask in zip(drafter.layers, attention_mask, strict=True):
-            states = layer(
-                states,
-                attention_mask=mask,
-                position_ids=position_ids,
-                use_cache=True,
-                position_embeddings=position_embeddings,
-                **{CACHE_NAME: cache},
-            )
+    def run(self, drafter: Any, *args: Any, **_: Any) -> torch.Tensor:
+        """Runs the layers on a block after the context in the cache. The masks are a list, one of each layer."""
+        states: torch.Tensor = self.run_layers(drafter, *args)
         return states
 
     def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

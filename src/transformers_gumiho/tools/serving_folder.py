@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from transformers.configuration_utils import PreTrainedConfig
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
-from ..files import damaged_files_named
+from ..files import check_folder, damaged_files_named
 from ..model.configuration_gumiho import GumihoConfig
-from ..model.loading import find_packaged_folder, is_of_drafter
+from ..model.loading import is_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..training.data.open_text import load_tokenizer
 
@@ -60,6 +59,9 @@ def write_served_target(args: AttachArguments) -> str:
             with.
         OSError: The target or the drafter cannot be found.
     """
+    check_folder(args.target)
+    if args.drafter != OWN_MTP_LAYERS:
+        check_folder(args.drafter, has_config=False)
     layers = args.target if args.drafter == OWN_MTP_LAYERS else args.drafter
     if not has_mtp_layers(layers, {}) and (args.drafter == OWN_MTP_LAYERS or not is_drafter(args.drafter)):
         raise UserValueError(f"{args.drafter!r} is not a Gumiho drafter. Give its folder or its name on the Hub.")
@@ -91,23 +93,6 @@ def write_served_target(args: AttachArguments) -> str:
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how = "copied" if args.copy_weights else "linked"
     return f"{args.output_dir} drafts with {drafter}; the weights are {how}. Load it with trust_remote_code."
-
-
-def is_drafter(name: str | os.PathLike) -> bool:
-    """
-    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
-    no code from there. Raises `ValueError` where no config can be read.
-    """
-    if find_packaged_folder(str(name)):
-        return True
-    try:
-        with damaged_files_named(name):
-            config, _ = PreTrainedConfig.get_config_dict(str(name))
-            return is_of_drafter(config, name)
-    except OSError as error:
-        raise UserValueError(
-            f"No drafter can be read from {str(name)!r} ({error}). Give a Gumiho drafter, or its folder or name."
-        ) from error
 
 
 def _check_source(target: str, source: Path) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
@@ -22,6 +21,7 @@ from ..generation.verification.target_states import TargetStates
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from ..model.token_embedding import fitting_rows
 from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of
+from .data.bars import progress_bar
 from .data.budget import within_budget
 from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
 from .data.run_files import Record, sole_writer
@@ -152,7 +152,9 @@ def write_feature_cache(
         missing = {index: shards[index] for index in mine if not is_intact(shards[index])}
         total = sum(lengths[row] for index in missing for row in manifest.rows_of(index))
         is_shown = bool(missing) and state.is_local_main_process
-        with tqdm(desc="extracting features", total=total, unit="token", unit_scale=True, disable=not is_shown) as bar:
+        with progress_bar(
+            desc="extracting features", total=total, unit="token", unit_scale=True, disable=not is_shown
+        ) as bar:
             _write_shards(dataset, missing, features, manifest, tokens_per_batch, bar.update)
         state.wait_for_everyone()
         if state.is_main_process:

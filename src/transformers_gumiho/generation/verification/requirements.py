@@ -16,7 +16,8 @@ from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
 from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
-from .rollback import BLOCK_INDEX_KIND, can_roll_back
+from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back
+from .target_memory import memory_of
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported, is_convertible
 from .trial import check_multi_token_decode
@@ -32,8 +33,6 @@ _CONFLICTING_SETTINGS = (
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # Output heads that differ by less than this share of their size are taken for the same.
 _HEAD_TOLERANCE = 0.1
-# By output head, the drafters whose checkpoints have the same one.
-_same_heads: WeakKeyDictionary[Any, WeakSet[GumihoModel]] = WeakKeyDictionary()
 # The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
 _LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
@@ -222,14 +221,14 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         ("vocabulary", draft.vocab_size, max(config.vocab_size, num_scored(target.get_output_embeddings()))),
         ("hidden size", drafter.config.target_hidden_size or draft.hidden_size, state_width(config)),
     ):
-        if ours != theirs:
+        if ours not in (0, theirs):  # a vocabulary of 0 is any target's
             raise Unsupported(
                 f"This Gumiho drafter has a {what} of {ours}, but {type(target).__name__} has one of {theirs}. "
                 f"Use a drafter that was trained for this target."
             )
     if _has_other_head(target, drafter):
         raise Unsupported(
-            f"The MTP layer of {drafter.config.converted_from!r} has an output head of its own that is not the "
+            f"The MTP layer of {drafter.config.converted_from!r} came with an output head that is not the "
             f"target's, which is not available here. Use a drafter that was trained for this target."
         )
     if (layers := drafter.config.layers_read(target.config)) is None:
@@ -241,15 +240,14 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         logger.warning_once(
             f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
             f"layers {list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with "
-            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained`."
+            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained` (in commands: --target_layer_ids)."
         )
 
 
 def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
-    """Whether a drafter's checkpoint has an output head that is not the target's, as far as that can be read."""
-    head, rows = target.get_output_embeddings(), drafter.own_head_rows
-    same = _same_heads.setdefault(head, WeakSet())
-    if rows is None or drafter in same:
+    """Whether a drafter came with an output head that is not the target's, as far as that can be read."""
+    head, rows = target.get_output_embeddings(), drafter.head_rows
+    if rows is None or drafter in (equal := memory_of(head).equal_heads):
         return False
     weight = getattr(head, "weight", None)
     if type(weight) is not torch.nn.Parameter or weight.is_meta or not weight.is_floating_point():
@@ -258,7 +256,7 @@ def _has_other_head(target: PreTrainedModel, drafter: GumihoModel) -> bool:
     own = weight[: len(rows)].detach().float()
     if (own - rows.to(own)).norm() > _HEAD_TOLERANCE * own.norm():
         return True
-    same.add(drafter)
+    equal.add(drafter)
     return False
 
 
@@ -399,8 +397,11 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     update = getattr(cache, "update", None)
     is_patched = getattr(update, "__func__", update) is not DynamicCache.update
     is_own = is_usable and (is_patched or any("update" in vars(layer) for layer in layers))
-    if is_own or not is_usable:
+    # States are kept at one size, so `crop` would find no more of their past.
+    records = any(isinstance(layer, STATE_LAYERS) and getattr(layer, "record_past", False) for layer in layers)
+    if is_own or records or not is_usable:
         what = " and offloading" * is_offloaded + " and an `update` of its own" * is_own
+        what += " that record their past (`activate_past_recording`)" * records
         raise Unsupported(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class TargetMemory:
         derived: Tensors that were computed from weights, by the module that other weights belong to, and by name.
         first_cycles: What the first drafted cycles with a drafter committed.
         static: The tensors of compiled generations that ended, by rows and capacity.
+        places: The arguments of `from_pretrained` that said where it is.
+        equal_heads: Drafters that came with an output head equal to this one.
     """
 
     attachments: list[Attachment] = field(default_factory=lambda: [Attachment()])
@@ -60,6 +62,8 @@ class TargetMemory:
     derived: WeakKeyDictionary[nn.Module, dict[str, _Derived]] = field(default_factory=WeakKeyDictionary)
     first_cycles: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary)
     static: dict[tuple[int, int], "StaticMemory"] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)
+    equal_heads: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     @torch.inference_mode(False)  # or calls outside of inference mode could not use the tensors
     @torch.no_grad()
@@ -104,6 +108,14 @@ _memories: WeakKeyDictionary[nn.Module, TargetMemory] = WeakKeyDictionary()
 def memory_of(module: nn.Module) -> TargetMemory:
     """Returns what is kept for a target (not for a wrapper of it), or for an output head."""
     return _memories.get(module) or _memories.setdefault(module, TargetMemory())
+
+
+def place_of(target: Any) -> tuple[str, dict[str, Any]]:
+    """
+    Returns the folder or the name on the Hub that a target was loaded from, and the arguments of `from_pretrained`
+    that said where it is.
+    """
+    return target.config.name_or_path, memory_of(target).places
 
 
 def free_memory(target: nn.Module) -> None:

@@ -106,7 +106,7 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
     if max(layers.ids) >= num_layers:
         raise UserValueError(
             f"This Gumiho drafter reads the layers {list(layers.ids)} (`target_layer_ids`), and {name} has "
-            f"{num_layers}, 0 to {num_layers - 1}. Use a drafter that was trained for this target."
+            f"{num_layers}, 0 to {num_layers - 1}. Name layers that it has, or use a drafter that was trained for it."
         )
     lists = [module for module in find_decoder(target).children() if isinstance(module, nn.ModuleList)]
     modules = next((found for found in lists if len(found) == num_layers), None)

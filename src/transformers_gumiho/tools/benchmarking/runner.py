@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
 from ...internals import is_stateful
+from ...training.data.bars import progress_bar
 from ...training.data.open_text import encode_turn
 from ...training.data.run_files import (
     append_rows,
@@ -122,7 +122,7 @@ def run_benchmark(
     runner = Runner(target, tokenizer.pad_token_id, max_new_tokens, stages=True)
     # Graphs that are compiled for the longest prompts have room for the others.
     longest = sorted((encode_turn(tokenizer, question.turns[:1], []) for question in questions), key=len, reverse=True)
-    with tqdm(total=sum(batch.num_turns for batch in batches), desc="decoding", unit="batch") as bar:
+    with progress_bar(total=sum(batch.num_turns for batch in batches), desc="decoding", unit="batch") as bar:
         for batch in sorted(batches, key=lambda batch: batch.key not in known):
             if batch.key in known:
                 yield from known[batch.key]

@@ -13,7 +13,6 @@ _INPUTS = """
 Args:
     predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed, the bonus
         token included: what `generate(..., return_dict_in_generate=True).accepted_lengths` holds.
-    max_draft_length (`int`, *optional*): The longest path that could be drafted. By default the longest accepted one.
     draft_origins (`list[list[str]]`, *optional*): For each prompt, `draft_origins` of the same output, so that cycles
         without drafts do not count in tau. By default all cycles count.
 
@@ -33,10 +32,5 @@ class AcceptanceLength(evaluate.Metric):
             features=datasets.Features({"predictions": datasets.Sequence(datasets.Value("int64"))}),
         )
 
-    def _compute(
-        self,
-        predictions: list[list[int]],
-        max_draft_length: int | None = None,
-        draft_origins: list[list[str]] | None = None,
-    ) -> dict[str, Any]:
-        return asdict(acceptance_statistics(predictions, max_draft_length, draft_origins))
+    def _compute(self, predictions: list[list[int]], draft_origins: list[list[str]] | None = None) -> dict[str, Any]:
+        return asdict(acceptance_statistics(predictions, draft_origins))

@@ -1,6 +1,5 @@
 """The options that name a target and a drafter, the same in all commands, and pairs with a short name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,54 +14,37 @@ Options = TypeVar("Options", bound="PairArguments")
 _REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """
-    A target and the drafter that was trained for it, which is in this `folder` of the repository's `examples`. So is
-    the target, unless `make_target` returns its folder or name on the Hub. A pair that is `in_bfloat16`, because
-    reading its weights takes most of its time, runs so on a CPU that computes in bfloat16.
-    """
-
-    folder: str
-    make_target: Callable[[], str] | None = None
-    in_bfloat16: bool = False
-
-    @property
-    def cpu_dtype(self) -> str:
-        """The precision in which a CPU runs it. Other devices use the precision of its files."""
-        # Older releases of PyTorch do not report what a CPU computes in.
-        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        in_bfloat16 = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-        return "bfloat16" if self.in_bfloat16 and in_bfloat16 else "float32"
-
-    def find_drafter(self) -> str:
-        """Returns the drafter's folder. Raises `FileNotFoundError` where there is no clone of the repository."""
-        return self._find("gumiho")
-
-    def find_target(self) -> str:
-        """Returns the target's folder, which is created if necessary, or its name on the Hub."""
-        return self._find("target") if self.make_target is None else self.make_target()
-
-    def _find(self, model: str) -> str:
-        name = f"{self.folder}/{model}"
-        for folder in (Path(__file__).parents[4] / "examples" / name, Path("examples", name)):
-            if (folder / "config.json").exists():
-                return str(folder)
-        raise UserFileNotFoundError(
-            f"There is no folder examples/{name} here, which this pair needs. Run this in a clone of "
-            f"{_REPOSITORY}, or specify --target and --assistant."
-        )
+# The pairs with a short name, and the folder of the repository's `examples` that holds their drafters.
+_FOLDERS = {"demo": "demo_pair", "smollm2": "smollm2"}
 
 
-PAIRS = {"demo": Pair("demo_pair"), "smollm2": Pair("smollm2", smollm2.find_target, in_bfloat16=True)}
+def find_target(pair: str) -> str:
+    """Returns the folder of a pair's target, which is made if necessary, or its name on the Hub."""
+    return smollm2.find_target() if pair == "smollm2" else _find(f"{_FOLDERS[pair]}/target")
 
 
-def find_pair(name: str) -> Pair:
-    """Returns the pair of a short name. Raises `ValueError` if no pair has it."""
-    if name not in PAIRS:
-        known = " or ".join(f"--pair {name}" for name in PAIRS)
-        raise UserValueError(f"There is no pair {name!r}. Specify {known}, or both --target and --assistant.")
-    return PAIRS[name]
+def find_drafter(pair: str) -> str:
+    """Returns the folder of a pair's drafter. Raises `FileNotFoundError` where there is no clone of the repository."""
+    return _find(f"{_FOLDERS[pair]}/gumiho")
+
+
+def cpu_dtype(pair: str) -> str:
+    """Returns the precision in which a CPU runs a pair. Other devices use the precision of its files."""
+    # Older releases of PyTorch do not report what a CPU computes in.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    in_bfloat16 = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    # Of the toy, reading the weights takes too little time for 16 bits to pay.
+    return "bfloat16" if pair == "smollm2" and in_bfloat16 else "float32"
+
+
+def _find(name: str) -> str:
+    for folder in (Path(__file__).parents[4] / "examples" / name, Path("examples", name)):
+        if (folder / "config.json").exists():
+            return str(folder)
+    raise UserFileNotFoundError(
+        f"There is no folder examples/{name} here, which this pair needs. Run this in a clone of {_REPOSITORY}, or "
+        f"specify --target and --assistant."
+    )
 
 
 @dataclass(kw_only=True)
@@ -99,10 +81,17 @@ class PairArguments:
             if self.target is None or self.assistant is None:
                 raise UserValueError("Specify --pair NAME, or both --target and --assistant.")
             return self
-        known, on_cpu = find_pair(self.pair), not torch.accelerator.is_available()
-        assistant = self.assistant or known.find_drafter()
-        dtype = known.cpu_dtype if self.dtype == "auto" and on_cpu else self.dtype
-        return replace(self, pair=None, target=self.target or known.find_target(), assistant=assistant, dtype=dtype)
+        if self.pair not in _FOLDERS:
+            known = " or ".join(f"--pair {name}" for name in _FOLDERS)
+            raise UserValueError(f"There is no pair {self.pair!r}. Specify {known}, or both --target and --assistant.")
+        uses_cpu = self.dtype == "auto" and not torch.accelerator.is_available()
+        return replace(
+            self,
+            pair=None,
+            assistant=self.assistant or find_drafter(self.pair),
+            target=self.target or find_target(self.pair),
+            dtype=cpu_dtype(self.pair) if uses_cpu else self.dtype,
+        )
 
 
 _BY_DEFAULT = "(default: the drafter's setting)."

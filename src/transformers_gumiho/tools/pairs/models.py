@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserError, UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
 from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
+from ...generation.verification.target_memory import place_of
+from ...generation.verification.traits import TargetTraits
 from ...model.decoding_settings import DraftingSettings, override_settings
+from ...model.loading import is_drafter
 from ...model.modeling_gumiho import GumihoModel
-from ...model.mtp_checkpoint import OWN_MTP_LAYERS, own_mtp_layers
+from ...model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ...training.data.open_text import load_tokenizer
 from ...training.data.target_runs import ONE_ROW_EACH
 from .arguments import DraftingArguments, PairArguments
@@ -35,18 +38,20 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
         check_folder(str(args.assistant), has_config=False)
     target, tokenizer = load_target(args)
     with as_user_errors():
-        name, options = own_mtp_layers(target.config) if is_own else (args.assistant, {})
+        name, options = place_of(target) if is_own else (str(args.assistant), {})
+        if is_own:
+            check_mtp_layers(name, options)
         if args.target_layer_ids is not None:
             options = options | {"target_layer_ids": args.target_layer_ids}
         drafter = GumihoModel.from_pretrained(name, dtype=target.dtype, device_map=drafter_device(target), **options)
     check_pair(target, drafter)
     drafter.share_embedding(target)
     if isinstance(args, DraftingArguments):
-        use_options(drafter, args)
+        use_options(target, drafter, args)
     return target, tokenizer, drafter
 
 
-def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
+def use_options(target: PreTrainedModel, drafter: GumihoModel, args: DraftingArguments) -> None:
     """
     Gives a drafter the settings that options name. If these change the tree, a `break_even` of the drafter's files is
     removed, because it was measured with another tree. Prompt lookup does not change it: it was measured without.
@@ -54,19 +59,20 @@ def use_options(drafter: GumihoModel, args: DraftingArguments) -> None:
     Raises:
         ValueError: A setting is out of range.
     """
-    config, before = drafter.generation_config, settings_of(drafter)
+    config, before = drafter.generation_config, settings_of(target, drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
     given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
     apart = {name: given.pop(name) for name in ("prompt_lookup_num_tokens", "break_even") if name in given}
     override_settings(config, **given)
     config.update(**apart)
-    settings_of(drafter)
+    settings_of(target, drafter)
 
 
-def settings_of(drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
+def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
     """Returns the settings with which the drafter drafts for a batch. Raises `ValueError` if one is out of range."""
+    has_states = TargetTraits.of(target).has_states
     return DraftingSettings.from_generation_config(
-        drafter.generation_config, drafter.config, None, num_rows, drafter.device.type
+        drafter.generation_config, drafter.config, None, num_rows, drafter.device.type, has_states
     )
 
 
@@ -82,6 +88,13 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         raise UserValueError("Name the target with --target.")
     name, dtype, device_map = args.target, args.dtype, args.device_map
     check_folder(name)
+    is_of_drafter = False
+    with suppress(UserError):  # which loading reports
+        is_of_drafter = is_drafter(name)
+    if is_of_drafter:
+        raise UserValueError(
+            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
+        )
     if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
         raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -91,9 +104,5 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
     tokenizer = load_tokenizer(name, args.chat_template, args.chat_template_kwargs)
     with as_user_errors(), damaged_files_named(name):
         target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map or here)
-    if isinstance(target, GumihoModel):
-        raise UserValueError(
-            f"{name!r} is a drafter, not a target. Give the model that it was trained for as the target."
-        )
     target.generation_config.update(**ONE_ROW_EACH)
     return target, tokenizer

@@ -106,7 +106,8 @@ def show(args: ShowArguments) -> Cycle:
         raise UserValueError(f"The text ends after {num_cycles} cycles, before --step {args.step}.")
     cycle = answer.cycles[-1]
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
-    sys.stdout.write(draw_in_terminal(cycle, labels, colors=wants_colors(args.color, sys.stdout)) + "\n")
+    drawn = draw_in_terminal(cycle, labels, colors=wants_colors(args.color, sys.stdout))
+    sys.stdout.write(f"cycle {args.step}, {drawn}\n")
     if args.output is not None:
         _draw_into(args.output, tree_svg(cycle, labels, is_alone=True) + "\n")
     return cycle

@@ -66,7 +66,7 @@ def tune(args: TuningArguments) -> TuningResult:
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     make_folder(folder)
-    own = settings_of(drafter, min(args.batch_sizes))
+    own = settings_of(target, drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
     tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
     trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from ...commands import UserValueError
 from ...model.decoding_settings import NEVER_PAUSES
 from ...model.modeling_gumiho import GumihoModel
+from ...training.data.bars import progress_bar
 from ..measuring.timing import DecodingTime
 from ..measuring.turns import PLAIN, DecodingMode, Prompts, Runner
 from .trees import Tree, num_counted
@@ -101,7 +101,7 @@ class Contests:
         if len(ranked) > 1:
             rounds.append((range(ends[-1]), 2))  # of a tie
         num_batches = sum(len(turns) * (1 + size) for turns, size in rounds)
-        with tqdm(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
+        with progress_bar(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
             for number, (turns, size) in enumerate(rounds):
                 competing = ranked[:size]
                 if number == len(rounds) - 1 and size == 2 and not _tie(*(compare(pairs[tree]) for tree in competing)):

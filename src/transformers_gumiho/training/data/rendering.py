@@ -10,12 +10,15 @@ from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ...commands import UserValueError
 from .conversations import REASONING, Example
 from .datasets import MalformedRowError
 from .open_text import count_closing_tokens, encode_open_text
 
+
+logger = logging.get_logger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 Text = tuple[list[int], list[int]]  # token ids, and for each whether it is the target's (1) or not (0)
@@ -201,15 +204,29 @@ class Renderer:
                 f"chat template. Set `tokenizer.chat_template` (`--chat_template FILE` in the commands), or give the "
                 f"dataset a `text` column."
             )
+        for name in extras:
+            if name not in self._template(extras):
+                logger.warning_once(
+                    f"The chat template ignores `{name}`, which rows give, so the target does not read it. Give "
+                    f"another template (`--chat_template FILE` in the commands), or remove `{name}`."
+                )
         settings |= {"return_dict": settings["tokenize"]}
-        try:
+        refusal = None
+        for form in _forms(messages, self._writes_null):
             try:
-                return self.tokenizer.apply_chat_template(list(messages), **extras, **settings)
-            except TypeError:  # a template that joins the arguments of tools to its text, as DeepSeek's do
-                texts = [_with_json_arguments(message) for message in messages]
-                return self.tokenizer.apply_chat_template(texts, **extras, **settings)
-        except Exception as error:  # a template may compute anything from a row
-            raise MalformedRowError(f"the chat template refuses it: {error}") from error
+                return self.tokenizer.apply_chat_template(form, **extras, **settings)
+            except Exception as error:  # a template may compute anything from a row
+                refusal = refusal or error
+        raise MalformedRowError(f"the chat template refuses it: {refusal}") from refusal
+
+    @cached_property
+    def _writes_null(self) -> bool:
+        """Whether the chat template writes "None" for a message without content, such as one of tool calls alone."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+        try:
+            return "None" in self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # as above
+            return False
 
 
 def _compatible(text: str) -> str:
@@ -236,6 +253,21 @@ def _merged(texts: list[Text]) -> list[Text]:
         else:
             merged.append((ids, learned))
     return merged
+
+
+def _forms(messages: Messages, writes_null: bool) -> list[list[dict[str, Any]]]:
+    """
+    Returns the forms of messages that templates read: as they are; with the arguments of tool calls as JSON, which
+    DeepSeek's join to their text; and with an empty text in place of a content that is null, first where the template
+    writes "None" for it.
+    """
+    forms = [list(map(dict, messages))]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append([_with_json_arguments(message) for message in messages])
+    if any(message.get("content", "") is None for message in messages):
+        filled = [[message | {"content": message.get("content") or ""} for message in form] for form in forms]
+        forms = filled + forms if writes_null else forms + filled
+    return forms
 
 
 def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

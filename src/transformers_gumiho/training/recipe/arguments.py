@@ -10,8 +10,9 @@ from transformers.integrations import get_available_reporting_integrations
 
 from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
-from .. import GumihoTrainingArguments, Sampling
+from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
+from ..writing.requests import Sampling
 
 
 # An accelerator writes and reads texts of this length in the time in which a CPU does those.

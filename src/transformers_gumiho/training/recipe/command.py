@@ -1,9 +1,10 @@
 """`gumiho data` and `gumiho train`."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from huggingface_hub import HfApi
@@ -11,15 +12,26 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...commands import UserValueError, as_user_errors, build, full_disk_told, make_folder, read_words
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
-from .. import GumihoTrainingArguments
+from ..arguments import GumihoTrainingArguments
 from ..data.run_files import differences_kept, sole_writer
 from .arguments import DataArguments, check_training
 from .options import read_options
-from .plan import plan_run
-from .stages import Measures, Run
-from .target import load_tokenizer, say, write_answers
 
 
+if TYPE_CHECKING:
+    from .stages import Measures
+
+
+@contextmanager
+def _continuing() -> Iterator[None]:
+    """Says after Ctrl-C how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(str(error) or "Interrupted. Run the same command again: it continues.") from None
+
+
+@_continuing()
 def run_data_command(words: Sequence[str]) -> None:
     """
     Lets a target answer questions, its own or those of a data set, and writes the conversations as JSONL. If you stop
@@ -27,12 +39,15 @@ def run_data_command(words: Sequence[str]) -> None:
     """
     usage = "--target NAME --data FILE|DATASET|none --output_file FILE"
     given = read_words([DataArguments], "data", words, _summary(run_data_command), usage=usage)
+    from .target import load_tokenizer, write_answers  # need the extra `train`, which `--help` does not
+
     (args,) = build([DataArguments], given)
     args.check(given)
     write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
 
 
-def run_train_command(words: Sequence[str], measures: Measures) -> None:
+@_continuing()
+def run_train_command(words: Sequence[str], measures: "Measures") -> None:
     """
     Makes a drafter for a target: the target writes its training data, its states are kept, the drafter is trained,
     tuned for this machine and compared with plain decoding. If you stop it, run it again with the same
@@ -42,6 +57,9 @@ def run_train_command(words: Sequence[str], measures: Measures) -> None:
     `tune` and `evaluate`.
     """
     options = read_options(words, _summary(run_train_command))
+    from .plan import plan_run  # these need the extra `train`, which `--help` does not
+    from .stages import Run
+
     args, training_args = options.run, options.training
     if args.drafter == OWN_MTP_LAYERS:
         args.drafter = _own_layers_of(args.target)
@@ -99,7 +117,7 @@ def _push(folder: Path, args: GumihoTrainingArguments) -> None:
             repo_id=repository, folder_path=folder, revision=args.hub_revision,
             ignore_patterns=["work/*", TRAINING_ARGS_NAME], commit_message="A drafter of `gumiho train`",
         )  # fmt: skip
-    say(f"pushed to {repository}")
+    sys.stdout.write(f"pushed to {repository}\n")
 
 
 def _summary(command: Any) -> str:

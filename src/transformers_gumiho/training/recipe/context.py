@@ -83,8 +83,7 @@ class RunContext:
         if args.writes_prompts or args.features is not None:
             return None
         rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
-        if not args.regenerate:
-            say(report)
+        say(report)
         return rows
 
     @property

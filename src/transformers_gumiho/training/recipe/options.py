@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from ...commands import UserValueError, as_user_errors, build, read_words
 from ...files import read_text
 from ...model.target_shape import state_width
-from .. import GumihoTrainingArguments
+from ..arguments import GumihoTrainingArguments
 from .arguments import HELP, RecipeArguments
 
 

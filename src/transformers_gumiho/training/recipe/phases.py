@@ -1,6 +1,7 @@
 """The training stage: the phases of a recipe, each with a `GumihoTrainer`."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from ..data.run_files import Record, forced_differences
 from ..feature_cache import MADE_FROM, TARGET_FOLDER
 from .arguments import RecipeArguments
 from .options import recipe_of
-from .progress import Bar, Progress
+from .progress import Bar, Progress, without_mismatches
 from .records import training_contents
 from .target import row_length, say
 
@@ -135,7 +136,8 @@ class Training:
             trainer = self._trainer(phase, training_args, start)
             if checkpoint:
                 say(f"{phase.split()[0]}: continues from {checkpoint}")
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with without_mismatches():
+                trainer.train(resume_from_checkpoint=checkpoint)
         if not _has_ended(trainer.state, training_args):
             raise KeyboardInterrupt(
                 f"{phase}: stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Run the same "
@@ -158,7 +160,7 @@ class Training:
         progress = Progress(phase)
         trainer = GumihoTrainer(drafter, training_args, target=source, callbacks=[progress], **self.data)
         trainer.remove_callback(PrinterCallback)
-        if trainer.pop_callback(ProgressCallback) is not None:
+        if trainer.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
             trainer.add_callback(Bar)
         progress.trainer = trainer
         trainer.state = state or trainer.state

@@ -182,7 +182,9 @@ class Run(RunContext):
 
         def write() -> None:
             target = None if args.endpoint is not None else self.target
-            write_answers(args, load_tokenizer(args), self.answers, seed, target, self.training_args.pass_budget)
+            write_answers(
+                args, load_tokenizer(args), self.answers, seed, self.rows, target, self.training_args.pass_budget
+            )
 
         self._once("write", contents, write, alone=False)
 

@@ -81,18 +81,20 @@ def write_answers(
     tokenizer: PreTrainedTokenizerBase,
     path: str | Path,
     seed: int,
+    rows: Dataset | None = None,
     target: Any = None,
     tokens_per_pass: int | None = None,
 ) -> None:
     """
-    Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `target`, it is loaded
-    if no server runs it. It reads prompts of at most `tokens_per_pass` tokens at a time.
+    Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `rows`, those of the
+    data are read. Without `target`, it is loaded if no server runs it. It reads prompts of at most `tokens_per_pass`
+    tokens at a time.
     """
     with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
     sampling = args.sampling(generation_config(args))
     settings = WritingSettings(row_length(args, config), args.max_new_tokens, sampling, seed)
-    if not args.writes_prompts:
+    if rows is None and not args.writes_prompts:
         rows, report = load_rows(args, tokenizer, config, answered=False)
         say(report)
     if args.endpoint is None:

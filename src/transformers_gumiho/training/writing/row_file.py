@@ -16,6 +16,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from ...commands import UserValueError
+from ..data.bars import progress_bar
 from ..data.run_files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
@@ -89,7 +90,7 @@ class RowFile:
             share = batches[state.process_index :: state.num_processes]
             share = [batch for batch in share if not numbers.issuperset(batch)]
         is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
-        with tqdm(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
+        with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
             for batch in share:
                 for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
                     append_rows(self.part, [row | {"row": number}])

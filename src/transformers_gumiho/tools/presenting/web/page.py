@@ -96,7 +96,7 @@ class Page(gr.Blocks):
 
     def _list_settings(self, most: int) -> dict[str, gr.components.Component]:
         """Returns the component of each setting. Gradio refuses what is out of their range, whoever sends it."""
-        own = settings_of(self.host.drafter)
+        own = settings_of(self.host.target, self.host.drafter)
         nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
         whole: dict[str, Any] = {"step": 1, "precision": 0}
         return {

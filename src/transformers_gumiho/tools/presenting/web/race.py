@@ -96,7 +96,7 @@ class Race:
         # The same weights, with settings of its own.
         drafter = copy.copy(host.drafter)
         drafter.generation_config = copy.deepcopy(host.drafter.generation_config)
-        use_options(drafter, question)
+        use_options(host.target, drafter, question)
         self.prompt = host.encode(question)
         self.wish_to_stop = threading.Event()
         pairs = (self.drafted, drafter), (self.plain, None)
