@@ -29,6 +29,7 @@ class TokenBudgetTrainer(Trainer):
     """
 
     args: GumihoTrainingArguments
+    data_collator: Any
     num_tokens = 0
     seconds_of_waiting = 0.0
 

@@ -51,9 +51,8 @@ class GumihoTrainer(TokenBudgetTrainer):
 
     Raises:
         TypeError: `args`, `model` or `target` is of another type.
-        ValueError: The drafter was not made for the target, the rows are of another target than the features, an
-            adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
-            drafter that is split over processes.
+        ValueError: The drafter was not made for the target, the rows are of another target than the features, or an
+            adapter cannot hold what is to be trained.
 
     Example:
 
@@ -77,9 +76,6 @@ class GumihoTrainer(TokenBudgetTrainer):
 
     ```
     """
-
-    args: GumihoTrainingArguments
-    data_collator: Any
 
     def __init__(
         self,

@@ -85,9 +85,8 @@ def read_options(words: Sequence[str], summary: str) -> Options:
     usage = "--target NAME --data FILE|DATASET|none --output_dir DIR"
     shown = package["everywhere"] | package[device_of()]
     of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=HELP)
-    of_file, phases_of_file = {}, {}
-    if "config" in of_line:
-        of_file, phases_of_file = _read(of_line["config"], of_line.get("use_cpu"))
+    path = of_line.get("config")
+    of_file, phases_of_file = ({}, {}) if path is None else _read(path, of_line.get("use_cpu"))
     if phases_of_file and "recipe" in of_line:
         raise UserValueError("--recipe and the phases of --config are two recipes. Leave one of them out.")
     given = of_file | of_line

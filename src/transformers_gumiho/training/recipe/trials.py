@@ -156,13 +156,10 @@ def _writing(run: RunContext) -> Trial:
             "do_sample": False, "max_new_tokens": 1, "cache_implementation": None, CACHE_NAME: cache,
         }  # fmt: skip
         run.target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        for layer in cache.layers:
-            if isinstance(layer, DynamicLayer):
-                grown = [
-                    states.new_zeros(*states.shape[:2], num_all - num_prompt, states.shape[3])
-                    for states in (layer.keys, layer.values)
-                ]
-                layer.update(*grown)
+        layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        for layer in layers:
+            kept = layer.keys, layer.values
+            layer.update(*(t.new_zeros(*t.shape[:2], num_all - num_prompt, t.shape[3]) for t in kept))
         with torch.inference_mode():
             run.target(ids[:, :1], attention_mask=ids.new_ones(num_rows, num_all + 1), **{CACHE_NAME: cache})
 
