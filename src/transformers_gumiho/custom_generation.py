@@ -1,6 +1,7 @@
 """Entry points for the code in folders that `gumiho attach` writes, and in repositories of drafters."""
 
 import types
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
@@ -19,7 +20,13 @@ def generate(model: PreTrainedModel, **kwargs: Any) -> NoReturn:
 
 
 def generate_attached(
-    drafter: str, /, *args: Any, model: PreTrainedModel, record_in: str | None = None, **kwargs: Any
+    drafter: str,
+    /,
+    *args: Any,
+    model: PreTrainedModel,
+    record_in: str | None = None,
+    recording: Mapping[str, float] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """
     Generates with a drafter where that is possible, and else plainly. Folders that `gumiho attach` writes call this.
@@ -29,11 +36,12 @@ def generate_attached(
         *args, **kwargs: The arguments of `generate()`.
         model: The target.
         record_in: The folder of a recording, which the first call begins.
+        recording: Its `max_gigabytes` and `share`, as in `record`.
     """
     if record_in is not None:
         from .training.recording import record_once
 
-        record_once(model, record_in)
+        record_once(model, record_in, **recording or {})
     if kwargs.get("assistant_model") is None and passes_all_arguments(kwargs):
         del kwargs["assistant_model"]
     # Not `model.generate`, which is the `generate` of this folder.

@@ -338,7 +338,7 @@ def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
     assert written.count("| prompts | mode |") == 1
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
-        "samples.jsonl", "samples.jsonl.settings.json", "speedup-t0-b1.png", "summary.json", "summary.md",
+        "samples.jsonl", "samples.jsonl.made_from.json", "speedup-t0-b1.png", "summary.json", "summary.md",
     }  # fmt: skip
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}

@@ -24,7 +24,6 @@ from transformers_gumiho.training import (
     measure_acceptance,
     write_feature_cache,
 )
-from transformers_gumiho.training.feature_cache import CacheManifest
 from transformers_gumiho.training.recipe.arguments import RecipeArguments
 from transformers_gumiho.training.recipe.options import recipe_of
 from transformers_gumiho.training.unrolling import unroll_serial_head
@@ -191,7 +190,7 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, small: Path, tmp_p
     answers = ["--target", name, "--data", tmp_path / "all/work/answers.jsonl", "--regenerate", "false"]
     gumiho(*common, *answers, "--output_dir", tmp_path / "online", "--cache_features", "false", "--stages", "train")
     cache = tmp_path / "all" / "work" / "features"
-    assert max(CacheManifest.load(cache).lengths) == 18
+    assert max(FeatureDataset(cache).lengths) == 18
     gumiho(*common, "--features", cache, "--output_dir", tmp_path / "cached", "--stages", "train")
     own = torch.load(head / "pytorch_model.bin")
     for folder in (tmp_path / name for name in ("all", "online", "cached")):

@@ -31,10 +31,10 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers_gumiho.training import (
     FeatureDataset,
     GumihoTrainer,
-    feature_extraction,
     load_conversations,
     prepare_dataset,
 )
+from transformers_gumiho.training.cache_writer import CacheWriter
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
@@ -290,7 +290,7 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     interrupt(row_file, "append_rows", 1, *run)
     with (work / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    interrupt(feature_extraction, "save_shard", 1, *run)
+    interrupt(CacheWriter, "save", 1, *run)
     interrupt(GumihoTrainer, "train", 1, *run)
     interrupt(GumihoTrainer, "training_step", 3, *run)
     assert (work / "heads" / "checkpoint-3").is_dir()
@@ -350,7 +350,12 @@ def test_a_full_disk_is_told_and_the_run_goes_on(
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "files", [["model.safetensors"], ["work/features/shard-00000.safetensors", "work/held_out/cache.json"]], ids=len
+    "files",
+    [
+        ["model.safetensors"],
+        ["work/features/shard-000-00000.safetensors", "work/held_out/shard-000-00000.safetensors"],
+    ],
+    ids=len,
 )
 def test_a_finished_run_makes_again_what_is_missing(
     folder: Path, whole: Path, files: list[str], how: str, tmp_path: Path

@@ -1,8 +1,10 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import errno
 import gzip
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.arrow_writer import ArrowWriter
 from tokenizers import normalizers
 from training_data import (
     CHATML,
@@ -31,7 +34,7 @@ from transformers_gumiho.training import GumihoDataCollator, load_conversations,
 from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
 
 
 ROW = ("input_ids", "loss_mask")
@@ -292,6 +295,37 @@ def test_data_that_cannot_be_read_is_named(name: str, data: bytes, message: str,
         load_conversations(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "folder"])
+def test_a_file_that_has_changed_is_read_again_whatever_its_time(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    file = path / "a.jsonl" if name == "folder" else path
+    for text in ("os", "re"):
+        Dataset.from_list([{"text": text}]).to_csv(file) if name == "data.csv" else write_jsonl(file, [{"text": text}])
+        os.utime(file, (1e9, 1e9))
+        (row,) = load_conversations(str(path))
+        assert (json.loads(row["json_line"]) if "json_line" in row else row) == {"text": text}
+
+
+def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
+    tmp_path: Path, config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = (write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"import {name}"}]) for name in ("os", "re"))
+    rows = load_conversations(path)
+
+    def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArrowWriter, "write_table", write)
+    monkeypatch.setattr(ArrowWriter, "write_batch", write)
+    message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
+    with pytest.raises(OSError, match=message):
+        load_conversations(other)
+    with pytest.raises(OSError, match=message):
+        prepare_dataset(rows, make_tokenizer(), config, max_length=64)
+
+
 def test_a_table_of_texts_keeps_them_as_they_are(tmp_path: Path) -> None:
     rows = [{"prompt": "null", "completion": "007"}, {"prompt": "NA", "completion": None}]
     (tmp_path / "data.csv").write_text("prompt,completion\nnull,007\nNA,\n" + "1,2\n" * 10_000 + "a,b\n")
@@ -341,7 +375,7 @@ def test_a_folder_of_one_kind_is_read_whole_and_one_of_several_is_refused(kind: 
     for number in range(2):
         rows = Dataset.from_list([{"text": f"{kind} {number}"}])
         getattr(rows, f"to_{kind.removesuffix('l')}")(folder / f"{number} [x].{kind}")
-    for name in (f"0.{kind}.settings.json", "notes.txt"):
+    for name in (f"0.{kind}.made_from.json", "notes.txt"):
         (folder / name).write_text("{}")
     assert len(load_conversations(str(folder))) == 2
     (folder / ("more.csv" if kind == "parquet" else "more.parquet")).write_text("text")
@@ -556,7 +590,8 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     usable, report = usable_rows(
         Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
     )
-    assert usable["prompt"] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    assert [make_tokenizer().decode(ids) for ids in usable["prompt_ids"]] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    assert size_of_prompts(usable, 50, 64) == (4, 200 + sum(map(len, usable["prompt_ids"])), 54)
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report

@@ -38,7 +38,9 @@ MAY_IMPORT = {
         "model generation.tree generation.verification generation.drafting generation training.data tools.pairs "
         "tools.measuring"
     ),
-    "tools": "files model generation training.data training.recipe tools.pairs tools.benchmarking tools.tuning",
+    "tools": (
+        "files model generation training training.data training.recipe tools.pairs tools.benchmarking tools.tuning"
+    ),
     "vllm": "files model",
     "custom_generation": "internals model generation training",
     "__init__": "internals model generation.verification generation.drafting generation training",

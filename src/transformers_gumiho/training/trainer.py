@@ -21,6 +21,7 @@ from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_
 from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_checkpoint
 from .collator import GumihoDataCollator
 from .data.target_runs import why_not_finite
+from .draft_restriction import DraftRestriction
 from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
 from .losses.chunked import chunked_gumiho_loss
@@ -30,7 +31,6 @@ from .model_card import model_card_of
 from .muon import muon_of
 from .scores import agreement_metrics, evaluation_metrics, score_predictions
 from .target_features import OnlineFeatures, add_noise
-from .trained_vocabulary import DraftRestriction
 from .unrolling import unroll_serial_head
 
 

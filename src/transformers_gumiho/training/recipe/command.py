@@ -13,7 +13,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ...commands import UserValueError, as_user_errors, build, full_disk_told, make_folder, read_words
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..arguments import GumihoTrainingArguments
-from ..data.run_files import differences_kept, sole_writer
+from ..data.manifest import differences_allowed
+from ..data.run_files import sole_writer
 from .arguments import DataArguments, check_training
 from .options import read_options
 
@@ -83,7 +84,7 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
         if args.plan or not run.has_begun:
             plan_run(run)
         if not args.plan:
-            with differences_kept(folder / "work", run.is_main) if args.force else nullcontext():
+            with differences_allowed(run.is_main) if args.force else nullcontext():
                 run.run()
             if training_args.push_to_hub and run.is_main and any(folder.glob("*model*.safetensors")):
                 _push(folder, training_args)

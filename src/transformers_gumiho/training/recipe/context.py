@@ -12,7 +12,7 @@ from ...commands import as_user_errors
 from ...files import damaged_files_named
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.target_shape import TargetLayers
-from ..feature_cache import TARGET_FOLDER, CacheManifest
+from ..feature_cache import TARGET_FOLDER, FeatureDataset, manifest_of_cache
 from .options import Options
 from .phases import drafter_fields, resolved, unsplit_models
 from .target import load_rows, load_target, load_tokenizer, row_length, say
@@ -58,7 +58,7 @@ class RunContext:
         """The target's config."""
         folders = self.args.features
         for folder in folders or ():
-            CacheManifest.load(Path(folder))
+            manifest_of_cache(Path(folder))
         name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
         with as_user_errors(), damaged_files_named(name):
             return AutoConfig.from_pretrained(name)
@@ -82,7 +82,9 @@ class RunContext:
         args = self.args
         if args.writes_prompts or args.features is not None:
             return None
-        rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
+        rows, report = load_rows(
+            args, load_tokenizer(args), self.target_config, answered=not args.regenerate, num_proc=args.num_proc
+        )
         say(report)
         return rows
 
@@ -100,5 +102,5 @@ class RunContext:
     def longest_row(self) -> int:
         """The most tokens that a row may have."""
         if self.args.features is not None:
-            return max(max(CacheManifest.load(Path(folder)).lengths) for folder in self.args.features)
+            return max(max(FeatureDataset(folder).lengths) for folder in self.args.features)
         return row_length(self.args, self.target_config)

@@ -31,18 +31,15 @@ from .. import (
 )
 from ..checkpoints import has_weights
 from ..checks import check_is_trained_here
+from ..data.manifest import Manifest, forced_differences
 from ..data.open_text import load_tokenizer
 from ..data.preparation import held_out_numbers
-from ..data.run_files import Record, forced_differences
-from ..feature_cache import MADE_FROM, TARGET_FOLDER
+from ..feature_cache import TARGET_FOLDER
 from .arguments import RecipeArguments
 from .options import recipe_of
 from .progress import Bar, Progress, without_mismatches
 from .records import training_contents
 from .target import row_length, say
-
-
-WHOLE = "whole.json"  # of all phases
 
 
 @dataclass
@@ -73,20 +70,19 @@ class Training:
         one before it.
         """
         args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
-        # A single training is named "train", too, and has its own record in that folder.
-        whole, is_main = Record(work / "train" / WHOLE), PartialState().is_main_process
+        whole, is_main = Manifest(work, "drafter"), PartialState().is_main_process
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
-            record = Record(Path(training_args.output_dir) / MADE_FROM)
+            manifest = Manifest(training_args.output_dir)
             contents = self.made_from | training_contents(args, training_args, start)
-            is_longer = _is_longer(record, contents, training_args, name)
+            is_longer = _is_longer(manifest, contents, training_args, name)
             PartialState().wait_for_everyone()
             if not is_longer and _is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
                     whole.write({})
-                    record.write(contents | _length_of(training_args))
+                    manifest.write(contents | _length_of(training_args))
                     for later in list(phases)[number:]:  # they began with what this one was before
                         shutil.rmtree(work / later, ignore_errors=True)
                 trainer = None  # that of the phase before, whose memory this one needs
@@ -229,14 +225,16 @@ def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
     return {"max_steps": training_args.max_steps, "num_train_epochs": training_args.num_train_epochs}
 
 
-def _is_longer(record: Record, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str) -> bool:
+def _is_longer(
+    manifest: Manifest, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str
+) -> bool:
     """Returns whether a phase is to be longer than it was; raises `ValueError` where anything else has changed."""
     now = _length_of(training_args)
-    before = {key: value for key, value in record.made_from.items() if key in now}
+    before = {key: value for key, value in manifest.made_from.items() if key in now}
     counts_steps = before.get("max_steps", -1) > 0
     if any(now[key] < value for key, value in before.items()) or counts_steps != (now["max_steps"] > 0):
         contents = contents | now
-    record.check(
+    manifest.check(
         contents, f"Give these values again, begin anew with --restart {name}, or choose another --output_dir."
     )
     is_longer = bool(before) and before != now

@@ -16,10 +16,11 @@ from ...model.configuration_gumiho import GumihoConfig
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
 from .. import GumihoTrainingArguments
+from ..data.preparation import DataSize
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .arguments import RecipeArguments
 from .context import RunContext
-from .counting import count_tokens
+from .counting import size_of_data
 from .target import load_tokenizer, say
 from .trials import try_stages
 
@@ -40,8 +41,8 @@ def plan_run(run: RunContext) -> None:
     """
     args, phases, longest = run.args, list(run.phases.values()), run.longest_row
     tokenizer = None if args.features is not None else load_tokenizer(args)
-    num_rows, num_tokens = count_tokens(args, run.rows, tokenizer, run.target_config)
-    measures = run.target_config, run.drafter_config, num_rows, num_tokens, longest
+    size = size_of_data(args, run.rows, tokenizer, run.target_config)
+    measures = run.target_config, run.drafter_config, size, longest
     needs = estimate(args, phases, *measures)
     if args.cache_features == "auto" and args.features is None:
         # What extracts states without training is to keep them.
@@ -51,10 +52,10 @@ def plan_run(run: RunContext) -> None:
         args.cache_features = "false" if reason else "true"
         say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
         needs = estimate(args, phases, *measures)
-    say(f"{describe(needs, run.has_accelerator)}\n{num_rows:,} rows of data, {num_tokens:,.0f} tokens")
+    say(f"{describe(needs, run.has_accelerator)}\n{size.num_rows:,} rows of data, {size.num_tokens:,} tokens")
     say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
     if not args.ignore_plan:
-        check_disk(needs, 0 if args.features is not None else num_tokens, run.folder)
+        check_disk(needs, 0 if args.features is not None else size.num_tokens, run.folder)
         states = state_bytes(run.target_config, getattr(torch, args.features_dtype), run.layers)
         check_shared_memory(phases[0], _IDS_BYTES + states * run.is_cached, longest)
         if not run.has_accelerator:
@@ -76,11 +77,10 @@ def estimate(
     phases: Sequence[GumihoTrainingArguments],
     target_config: PreTrainedConfig,
     drafter_config: GumihoConfig,
-    num_rows: int,
-    num_tokens: float,
+    data: DataSize,
     longest_row: int,
 ) -> dict[str, Needs]:
-    """Returns what each stage takes, for `num_rows` rows of `num_tokens` tokens in all."""
+    """Returns what each stage takes, for data of this size."""
     config, first = target_config.get_text_config(decoder=True), phases[0]
     dtype = target_config.dtype or torch.float32
     if args.target_dtype != "auto":
@@ -98,15 +98,15 @@ def estimate(
     loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * (step or 0) * width
     is_online = args.features is None and args.cache_features == "false"
     batch = _KEPT_STATES * dtype.itemsize * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width
-    written = min(num_tokens / max(num_rows, 1) + args.max_new_tokens, longest_row)  # tokens of a long row
+    written = min(data.num_tokens / max(data.num_rows, 1) + args.max_new_tokens, longest_row)  # tokens of a long row
     cache = args.writing_batch_size * written * _cache_bytes(config, dtype)
     needs = {
         "write": Needs(
-            _TEXT_BYTES * num_tokens,
+            _TEXT_BYTES * data.num_tokens,
             0 if args.endpoint else weights + cache,
             "a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)",
         ),
-        "features": Needs((states + _IDS_BYTES) * num_tokens, weights + batch, "a smaller --tokens_per_pass"),
+        "features": Needs((states + _IDS_BYTES) * data.num_tokens, weights + batch, "a smaller --tokens_per_pass"),
         "train": Needs(
             len(phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size) + 2 * size,
             static + loss + (weights if is_online else 0),

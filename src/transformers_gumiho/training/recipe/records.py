@@ -13,8 +13,7 @@ from ..data.fingerprint import (
     file_fingerprint,
     tokenizer_fingerprints,
 )
-from ..data.run_files import Record
-from ..feature_cache import MADE_FROM
+from ..feature_cache import FeatureDataset
 from ..writing.local import own_settings
 from .arguments import RecipeArguments
 from .target import generation_config
@@ -47,7 +46,7 @@ def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int
         | {
             "sampling": asdict(args.sampling(own)),
             "generation_config": own_settings(own),
-            "data": None if rows is None else conversations_fingerprint(rows),
+            "data": None if rows is None else conversations_fingerprint(rows.select_columns("conversation")),
             "num_prompts": args.num_prompts if rows is None else None,
             "openings": None if args.openings is None else file_fingerprint(args.openings),
             "seed": seed,
@@ -67,7 +66,7 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
 
 def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
-    caches = [Record(Path(folder) / MADE_FROM).made_from for folder in folders]
+    caches = [FeatureDataset(folder).made_from for folder in folders]
     return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 

@@ -24,22 +24,17 @@ from .. import (
 )
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..data.manifest import MADE_FROM, Manifest
 from ..data.open_text import encode_turn
 from ..data.preparation import split_rows
-from ..data.run_files import Record, ask_before_deleting
-from ..feature_cache import (
-    MADE_FROM,
-    MANIFEST,
-    is_complete,
-    layer_fields,
-)
+from ..data.run_files import ask_before_deleting
+from ..feature_cache import is_complete, layer_fields
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
 from .context import RunContext
 from .options import RESOLVED, Options
 from .phases import (
-    WHOLE,
     Training,
     cached_data,
     online_data,
@@ -141,7 +136,8 @@ class Run(RunContext):
             PartialState().wait_for_everyone()
 
     def _is_finished(self, stage: str) -> bool:
-        return Record(self.work / stage / (WHOLE if stage == "train" else MADE_FROM)).is_finished
+        manifest = Manifest(self.work, "drafter") if stage == "train" else Manifest(self.work / stage)
+        return manifest.is_finished
 
     def _keep_options(self) -> None:
         """Prints the options, unless they are as before, and keeps them."""
@@ -158,17 +154,17 @@ class Run(RunContext):
 
     def _choose_source(self) -> None:
         """Takes the source of states that the run began with, or records it."""
-        record, args = Record(self.work / MADE_FROM), self.args
+        manifest, args = Manifest(self.work), self.args
         if args.cache_features == "auto":
-            args.cache_features = str(record.made_from.get("cache_features", "true"))
+            args.cache_features = str(manifest.made_from.get("cache_features", "true"))
         if "features" not in args.stages and not (self.work / "features").exists():
             args.cache_features = "false"
         made_from = {"cache_features": args.cache_features}
         if args.features is None:
-            record.check(made_from, "Give this value again, or begin anew with --restart features.")
+            manifest.check(made_from, "Give this value again, or begin anew with --restart features.")
         PartialState().wait_for_everyone()
         if self.is_main:
-            record.write(made_from)
+            manifest.write(made_from)
 
     def write(self) -> None:
         """Lets the target answer."""
@@ -177,16 +173,12 @@ class Run(RunContext):
             return
         contents = {} if args.endpoint is not None else self.target_contents
         contents = contents | writing_contents(args, load_tokenizer(args), self.rows, seed)
-        if not self.answers.exists():
-            shutil.rmtree(self.work / "write", ignore_errors=True)
-
-        def write() -> None:
-            target = None if args.endpoint is not None else self.target
-            write_answers(
-                args, load_tokenizer(args), self.answers, seed, self.rows, target, self.training_args.pass_budget
-            )
-
-        self._once("write", contents, write, alone=False)
+        manifest = Manifest(self.work, self.answers.name)
+        if self._is_finished(manifest, contents, "write") and self.answers.exists():
+            say("write: finished before")
+            return
+        target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
+        write_answers(args, load_tokenizer(args), self.answers, seed, self.rows, target, budget, contents)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
@@ -194,30 +186,26 @@ class Run(RunContext):
         if args.features is not None or args.cache_features == "false":
             return
         contents, (trained, held_out) = self.cache_contents, self._split()
-        record = Record(self.work / "features" / MADE_FROM)
+        is_finished = self._is_finished(Manifest(self.work / "features"), contents, "features")
         folders = [folder for folder in (self.work / "features", self.work / "held_out") if folder.exists()]
-        if self.is_main and record.is_finished and not all(map(is_complete, folders)):
-            record.write(record.made_from)  # what is missing or damaged is written again
-        PartialState().wait_for_everyone()
-
-        def extract() -> None:
-            tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
-            num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
-            with self.training_args.main_process_first(desc="preparing the data"):
-                evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
-                learned, report = prepared(args, tokenizer, self.target.config, trained)
-            say(f"training data: {report}")
-            for name, dataset in (("held_out", evaluated), ("features", learned)):
-                if dataset is None:
-                    continue
-                size = cache_size(dataset, self.target.config, dtype, self.layers)
-                say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
-                write_feature_cache(
-                    dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=self.layers, tokens_per_batch=num_tokens,
-                )  # fmt: skip
-
-        self._once("features", contents, extract, alone=False)
+        if is_finished and all(map(is_complete, folders)):
+            say("features: finished before")
+            return
+        tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+        num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
+        with self.training_args.main_process_first(desc="preparing the data"):
+            evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
+            learned, report = prepared(args, tokenizer, self.target.config, trained)
+        say(f"training data: {report}")
+        for name, dataset in (("held_out", evaluated), ("features", learned)):
+            if dataset is None:
+                continue
+            size = cache_size(dataset, self.target.config, dtype, self.layers)
+            say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
+            write_feature_cache(
+                dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
+                target_layer_ids=self.layers, tokens_per_batch=num_tokens,
+            )  # fmt: skip
 
     def train(self) -> None:
         """Trains the drafter."""
@@ -228,10 +216,9 @@ class Run(RunContext):
         elif args.cache_features == "true":
             self.release_target()  # its memory is the training's
             folders, contents = [str(self.work / "features")], self.cache_contents
-            kept = Record(self.work / "features" / MADE_FROM)
-            kept.check(contents, "Give these values again, or begin anew with --restart features.")
+            self._is_finished(Manifest(self.work / "features"), contents, "features")
             held_out = self.work / "held_out"
-            data = cached_data(folders, 0, seed, held_out if (held_out / MANIFEST).exists() else None)
+            data = cached_data(folders, 0, seed, held_out if (held_out / MADE_FROM).exists() else None)
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
@@ -269,26 +256,26 @@ class Run(RunContext):
         self._once(stage, contents, measure)
         gc.collect()
 
-    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None], alone: bool = True) -> None:
+    def _is_finished(self, manifest: Manifest, contents: dict[str, Any], stage: str) -> bool:
+        """Returns whether a result is finished; raises `ValueError` where it was made from other contents."""
+        manifest.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
+        PartialState().wait_for_everyone()
+        return manifest.is_finished
+
+    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None]) -> None:
         """
-        Does the work of a stage unless it is finished, `alone` in the main process. The others then wait as long as it
-        takes, which may be longer than a barrier waits.
+        Does the work of a stage in the main process, unless it is finished. The others wait as long as it takes, which
+        may be longer than a barrier waits.
         """
-        record = Record(self.work / stage / MADE_FROM)
-        record.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
-        if record.is_finished:
+        manifest = Manifest(self.work / stage)
+        if self._is_finished(manifest, contents, stage):
             say(f"{stage}: finished before")
             return
-        PartialState().wait_for_everyone()
         if self.is_main:
-            record.write(contents)
-        if self.is_main or not alone:
+            manifest.write(contents)
             work()
-        if not alone:
-            PartialState().wait_for_everyone()
-        if self.is_main:  # a feature cache records more in the same file
-            record.write(Record(record.path).made_from | contents, is_finished=True)
-        while not Record(record.path).is_finished:
+            manifest.write(contents, is_finished=True)
+        while not Manifest(self.work / stage).is_finished:
             time.sleep(_PATIENCE)
 
     def _write_prompts(self) -> int:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from glob import escape
@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from ...commands import UserValueError
 from ..data.bars import progress_bar
-from ..data.run_files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
+from ..data.manifest import Manifest, begin
+from ..data.run_files import append_rows, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine
@@ -33,7 +34,7 @@ def processes() -> PartialState:
 
 
 @contextmanager
-def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"]:
+def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]:
     """
     Opens a file of rows for this run alone.
 
@@ -47,7 +48,7 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
             file.rows()  # a user's file is not touched
-            check_begun_with(file.path, begun_with)
+            begin(file.path, made_from)
         file.collect()
         yield file
         processes().wait_for_everyone()
@@ -72,27 +73,23 @@ class RowFile:
             ) from error
         return [found[number] for number in sorted(found)]
 
-    def write(
-        self, batches: Sequence[Sequence[int]], begin: Callable[[int], Task], engine: Engine, description: str
-    ) -> None:
+    def write(self, numbers: Iterable[int], begin: Callable[[int], Task], engine: Engine, description: str) -> None:
         """
-        Writes those rows of the batches that are not there yet. Of several processes, each writes some batches, and
-        the first one puts them together; behind a server, it writes alone.
+        Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
+        first one puts them together; behind a server, it writes alone.
         """
         done, state, num_tokens = self.rows(), self.state, 0
-        numbers, begin_time = {row["row"] for row in done}, time.perf_counter()
-        if engine.batch_size is None:
-            left = [number for batch in batches for number in batch if number not in numbers]
-            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
-            share: Sequence[Sequence[int]] = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
+        there, begin_time = {row["row"] for row in done}, time.perf_counter()
+        left = [number for number in numbers if number not in there]
+        if engine.batch_size is not None:
+            share = [left[state.process_index :: state.num_processes]]
         else:
-            # Each batch is the same whenever and wherever it is written.
-            share = batches[state.process_index :: state.num_processes]
-            share = [batch for batch in share if not numbers.issuperset(batch)]
+            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
+            share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
         is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
         with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
-            for batch in share:
-                for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
+            for part in share:
+                for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
                     append_rows(self.part, [row | {"row": number}])
                     is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
@@ -118,6 +115,8 @@ class RowFile:
             unfinished.unlink(missing_ok=True)
             append_rows(unfinished, rows)
             os.replace(unfinished, self.path)
+            manifest = Manifest(self.path.parent, self.path.name)
+            manifest.write(manifest.made_from, is_finished=True)
             tqdm.write(report)
 
 
