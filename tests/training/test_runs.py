@@ -530,21 +530,22 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
 
 def test_a_plan_counts_the_tokens_of_all_turns_and_windows(folder: Path, tmp_path: Path) -> None:
     """A long text is cut into rows, and each question of a conversation is answered."""
-    tokenizer = make_chat_tokenizer()
-    text = {"text": "import os\n" * 300}
-    texts, chats = (tmp_path / f"{name}.jsonl" for name in ("texts", "chats"))
-    write_jsonl(texts, [text, {"text": "import json\n" * 290}])
-    asked = {"role": "user", "content": "import what?"}
-    write_jsonl(chats, [{"messages": [asked, {"role": "assistant", "content": "os"}] * 3}])
-    words = ["--plan", "--num_eval_rows", 0]
-    rows, report = prepare_dataset(
-        load_conversations(str(texts)), tokenizer, make_chat_target().config, max_length=256, packing=False
-    )
+
+    def counted(rows: list[dict[str, Any]], *words: object) -> tuple[int, int]:
+        data = write_jsonl(tmp_path / "data.jsonl", rows)
+        output = gumiho(*command(folder, "counted", "--plan", "--num_eval_rows", 0, "--data", data, *words))
+        (found,) = re.findall(r"^([\d,]+) rows of data, ([\d,]+) tokens$", output, re.MULTILINE)
+        return tuple(int(number.replace(",", "")) for number in found)
+
+    texts = [{"text": "import os\n" * 300}, {"text": "import json\n" * 290}]
+    data = load_conversations(write_jsonl(tmp_path / "texts.jsonl", texts))
+    tokenizer, config = make_chat_tokenizer(), make_chat_target().config
+    rows, report = prepare_dataset(data, tokenizer, config, max_length=256, packing=False)
     assert len(rows) > 4
-    output = gumiho(*command(folder, "windows", *words, "--data", texts, "--regenerate", "false"))
-    assert f"\n{len(rows)} rows of data, {report.num_tokens:,} tokens\n" in output
-    num_tokens = 3 * len(tokenizer("import what?")["input_ids"]) + 3 * 12 / 2
-    assert f"\n1 rows of data, {num_tokens:.0f} tokens\n" in gumiho(*command(folder, "turns", *words, "--data", chats))
+    assert counted(texts, "--regenerate", "false") == (len(rows), report.num_tokens)
+    turn = [{"role": "user", "content": "import what?"}, {"role": "assistant", "content": "os"}]
+    (_, of_one), (_, of_three) = (counted([{"messages": turn * number}]) for number in (1, 3))
+    assert of_three == pytest.approx(3 * of_one, abs=6)
 
 
 @pytest.mark.parametrize(
