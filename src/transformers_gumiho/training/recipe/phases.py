@@ -105,11 +105,11 @@ class Training:
 
     def try_step(self, training_args: GumihoTrainingArguments, num_tokens: int) -> None:
         """Trains a step of one pass of this many tokens in each process, and keeps nothing."""
-        tried = replace(
-            training_args, max_steps=1, eval_strategy="no", save_strategy="no", logging_strategy="no",
-            load_best_model_at_end=False, eval_on_start=False, report_to=[], disable_tqdm=True, linear_start=False,
-            dataloader_num_workers=0, dataloader_prefetch_factor=None, dataloader_persistent_workers=False,
-        )  # fmt: skip
+        changes: dict[str, Any] = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
+        changes |= dict.fromkeys(("load_best_model_at_end", "eval_on_start", "linear_start"), False)
+        changes |= {"max_steps": 1, "report_to": [], "disable_tqdm": True, "dataloader_num_workers": 0}
+        changes |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        tried = replace(training_args, **changes)
         if tried.tokens_per_step is not None:
             # Rounded lengths, by which rows meet in a step, are larger.
             tried.tokens_per_step, tried.tokens_per_pass = 2 * num_tokens * tried.world_size, num_tokens

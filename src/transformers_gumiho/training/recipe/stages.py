@@ -125,7 +125,7 @@ class Run(RunContext):
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
-        pending = [stage for stage in chosen if not self._is_finished(stage)]
+        pending = [stage for stage in chosen if not self._has_ended(stage)]
         if self.has_accelerator and not self.args.ignore_plan and {"write", "features", "train"} & {*pending}:
             try_stages(self, pending)
         self._keep_options()
@@ -135,7 +135,7 @@ class Run(RunContext):
             steps.get(stage, partial(self.measure, stage))()
             PartialState().wait_for_everyone()
 
-    def _is_finished(self, stage: str) -> bool:
+    def _has_ended(self, stage: str) -> bool:
         manifest = Manifest(self.work, "drafter") if stage == "train" else Manifest(self.work / stage)
         return manifest.is_finished
 
