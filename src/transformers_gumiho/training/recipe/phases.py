@@ -77,7 +77,7 @@ class Training:
             contents = self.made_from | training_contents(args, training_args, start)
             is_longer = _is_longer(manifest, contents, training_args, name)
             PartialState().wait_for_everyone()
-            if not is_longer and _is_there(training_args):
+            if not is_longer and is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
@@ -212,7 +212,7 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
 
 
-def _is_there(training_args: GumihoTrainingArguments) -> bool:
+def is_there(training_args: GumihoTrainingArguments) -> bool:
     """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
     folder = Path(training_args.output_dir)
     if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):

@@ -37,6 +37,7 @@ from .options import RESOLVED, Options
 from .phases import (
     Training,
     cached_data,
+    is_there,
     online_data,
     prepared,
     prepared_held_out,
@@ -136,8 +137,10 @@ class Run(RunContext):
             PartialState().wait_for_everyone()
 
     def _has_ended(self, stage: str) -> bool:
-        manifest = Manifest(self.work, "drafter") if stage == "train" else Manifest(self.work / stage)
-        return manifest.is_finished
+        if stage == "train":
+            return all(map(is_there, self.phases.values()))
+        place = (self.work, self.answers.name) if stage == "write" else (self.work / stage,)
+        return Manifest(*place).is_finished
 
     def _keep_options(self) -> None:
         """Prints the options, unless they are as before, and keeps them."""
