@@ -89,8 +89,8 @@ class Training:
                 trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
-        is_there = any(self.folder.glob("*model*.safetensors"))
-        if trainer is None and is_there and whole.is_finished and whole.made_from == how:
+        has_drafter = any(self.folder.glob("*model*.safetensors"))
+        if trainer is None and has_drafter and whole.is_finished and whole.made_from == how:
             check_files(self.folder, {})
             return
         # There is no trainer where the run was stopped after its last phase.
