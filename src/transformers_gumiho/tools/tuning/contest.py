@@ -91,8 +91,8 @@ class Contests:
         ranked = list(dict.fromkeys(trees))
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
         ends = (FINAL_TURNS,) if is_final else ROUNDS
-        sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
-        # After the first round, a single tree ends the contest.
+        # The last two take all turns. After the first round, a single tree ends the contest.
+        sizes = [min(max(-(-len(ranked) // 2**index), 2), len(ranked)) for index in range(len(ends))]
         rounds = [
             (range(begin, end), size)
             for begin, end, size in zip([0, *ends], ends, sizes, strict=False)

@@ -112,9 +112,9 @@ class RecipeArguments(WritingArguments):
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     force: bool = option("Continue a result with other options than it was begun with.", False)
     yes: bool = option("Delete what --restart names without asking.", False)
-    config: Path | None = option("File with defaults, as `training/recipe/defaults.yaml`.")
-    plan: bool = option("Print the plan (disk and memory) and stop.", False)
-    ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
+    config: Path | None = option("File with options, as `training/recipe/defaults.yaml` or `work/resolved.yaml`.")
+    plan: bool = option("Print what the run takes of disk and memory, and stop.", False)
+    ignore_plan: bool = option("Start even if that is more than there is, and try no memory.", False)
     regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
     cache_features: str = option(
