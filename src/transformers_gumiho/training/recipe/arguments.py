@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
-from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
+from ...commands import REQUIRED, UserFileNotFoundError, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
@@ -159,6 +159,8 @@ class RecipeArguments(WritingArguments):
                 )
         if self.writes_prompts and not self.regenerate:
             raise UserValueError("--regenerate has no effect with --data none, which has no answers. Leave it out.")
+        if missing := [folder for folder in self.features or () if not Path(folder).is_dir()]:
+            raise UserFileNotFoundError(f"There is no folder {missing[0]!r}. Name feature caches with --features.")
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
         _check_precision("features_dtype", self.features_dtype)

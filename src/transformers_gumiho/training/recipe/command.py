@@ -13,6 +13,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ...commands import UserValueError, as_user_errors, build, full_disk_told, make_folder, read_words
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..arguments import GumihoTrainingArguments
+from ..data.bars import without_other_bars
 from ..data.manifest import differences_allowed
 from ..data.run_files import sole_writer
 from .arguments import DataArguments, check_training
@@ -42,6 +43,7 @@ def run_data_command(words: Sequence[str]) -> None:
     given = read_words([DataArguments], "data", words, _summary(run_data_command), usage=usage)
     from .target import load_tokenizer, write_answers  # need the extra `train`, which `--help` does not
 
+    without_other_bars()
     (args,) = build([DataArguments], given)
     args.check(given)
     write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
@@ -62,6 +64,7 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
     from .stages import Run
 
     args, training_args = options.run, options.training
+    without_other_bars()
     if args.drafter == OWN_MTP_LAYERS:
         args.drafter = _own_layers_of(args.target)
     args.check(options.given)
