@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
-from ...generation.verification.placement import input_device
 from ...generation.verification.target_states import OutputHead
+from ...generation.verification.traits import input_device
 from ...internals import CACHE_NAME
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
