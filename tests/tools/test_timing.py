@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 
 from transformers_gumiho import GumihoCandidateGenerator
 from transformers_gumiho.tools.measuring import modes, timing
-from transformers_gumiho.tools.measuring.modes import DecodingMode, Runner
 from transformers_gumiho.tools.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
+from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
 from transformers_gumiho.tools.tuning.contest import compare
 
 

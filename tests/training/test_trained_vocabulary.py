@@ -23,7 +23,7 @@ from transformers_gumiho.training import (
     draft_vocabulary,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
+from transformers_gumiho.training.draft_restriction import choose_draft_vocabulary, count_answer_tokens
 from transformers_gumiho.training.unrolling import unroll_serial_head
 
 

@@ -30,7 +30,7 @@ from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
 from .observers import observers_of_call
 from .sequences import max_length_of
-from .verification.requirements import check_inputs, check_request, unsupported_reason
+from .verification.requirements import check_inputs, check_request
 from .verification.target_memory import memory_of
 from .verification.traits import Unsupported
 
@@ -116,15 +116,16 @@ def _assisted_decoding(
     traits = assistant.traits if isinstance(assistant, AttachedDrafter) else kwargs.pop("traits")
     prompt_length = input_ids.shape[1]
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
-    reason = unsupported_reason(check_inputs, target, traits, input_ids, config, kwargs, max_new_tokens)
-    if reason is None:
-        kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
-        return decode_with_tree(target, input_ids, *args, **kwargs)
-    if not isinstance(assistant, AttachedDrafter):
-        raise Unsupported(reason)
-    warn_of_plain_decoding(target, reason)
-    del kwargs["assistant_model"]
-    return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
+    try:
+        check_inputs(target, traits, input_ids, config, kwargs, max_new_tokens)
+    except Unsupported as reason:
+        if not isinstance(assistant, AttachedDrafter):
+            raise
+        warn_of_plain_decoding(target, str(reason))
+        del kwargs["assistant_model"]
+        return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
+    kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
+    return decode_with_tree(target, input_ids, *args, **kwargs)
 
 
 def _note_places(plain: Callable[..., None], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
