@@ -76,9 +76,7 @@ def drafter_contents(config: GumihoConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def training_contents(
-    args: RecipeArguments, training_args: GumihoTrainingArguments, start: str | None
-) -> dict[str, Any]:
+def training_contents(training_args: GumihoTrainingArguments, start: str | None) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     values = training_args.to_dict()
     return {name: values[name] for name in _LOCKS_DRAFTER} | {

@@ -74,7 +74,7 @@ class Training:
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             manifest = Manifest(training_args.output_dir)
-            contents = self.made_from | training_contents(args, training_args, start)
+            contents = self.made_from | training_contents(training_args, start)
             is_longer = _is_longer(manifest, contents, training_args, name)
             PartialState().wait_for_everyone()
             if not is_longer and is_there(training_args):
