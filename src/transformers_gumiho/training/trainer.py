@@ -417,7 +417,7 @@ class GumihoTrainer(Trainer):
         return states.last if layers is None else states.target_states
 
     def _loss_weights(self, progress: float = 1.0) -> LossWeights:
-        """Returns the weights of the loss. Features of EAGLE-3 heads and MTP layers predict no states of the target."""
+        """Returns the weights of the loss. Features of EAGLE-3 heads and MTP layers are no states of the target."""
         weights, config = self.args.loss_weights(progress), self.drafter.config
         return replace(weights, feature=None) if config.is_eagle3 or config.is_mtp else weights
 
