@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
 )
 
 from ...commands import UserValueError
-from ...generation.verification.placement import input_device
+from ...generation.verification.traits import input_device
 from ...internals import CACHE_NAME
 from ..data.budget import within_budget
 from ..data.fingerprint import VOLATILE, model_fingerprint
