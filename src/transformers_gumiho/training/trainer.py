@@ -318,9 +318,9 @@ class GumihoTrainer(TokenBudgetTrainer):
         return states.last if layers is None else states.target_states
 
     def _loss_weights(self, progress: float = 1.0) -> LossWeights:
-        """Returns the weights of the loss. Features of EAGLE-3 heads and MTP layers are no states of the target."""
-        weights, config = self.args.loss_weights(progress), self.drafter.config
-        return replace(weights, feature=None) if config.is_eagle3 or config.is_mtp else weights
+        """Returns the weights of the loss terms; the features of an EAGLE-3 head predict no states of the target."""
+        weights = self.args.loss_weights(progress)
+        return replace(weights, feature=None) if self.drafter.config.is_eagle3 else weights
 
     def _predictors(self, in_training: bool = False) -> list[Predictor]:
         config, args = self.drafter.config, self.args
