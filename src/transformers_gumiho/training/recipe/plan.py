@@ -112,9 +112,9 @@ def estimate(
             static + loss + (weights if is_online else 0),
             "a smaller --tokens_per_pass, --per_device_train_batch_size or --loss_chunk_size",
         ),
-        "tune": Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)"),
-        "evaluate": Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)"),
     }
+    decoding = Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)")
+    needs |= {"tune": decoding, "evaluate": decoding}
     chosen = set(args.stages) - ({"write"} if not args.regenerate else set()) - ({"features"} if is_online else set())
     chosen &= {*needs} if args.features is None else {"train"}
     return {stage: need for stage, need in needs.items() if stage in chosen}
@@ -170,7 +170,8 @@ def check_shared_memory(phase: GumihoTrainingArguments, token_bytes: float, long
         return
     share = (phase.tokens_per_step or 0) // phase.world_size
     step = max(share, longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
-    needed = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2) * step * token_bytes
+    batches = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2)
+    needed = batches * step * token_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if needed > (free := shutil.disk_usage(_SHARED_MEMORY).free):
         raise UserOSError(
             f"The {phase.dataloader_num_workers} workers of the loader keep about {_size(needed)} in "
