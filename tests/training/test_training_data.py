@@ -139,6 +139,19 @@ def test_a_tokenizer_that_ends_texts_changes_nothing_else(
         assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
 
 
+def test_a_text_that_was_rendered_before_begins_once(config: PreTrainedConfig) -> None:
+    tokenizer = make_ending_tokenizer("")
+    for row in ({"text": "what is this"}, {"prompt": "what is ", "completion": "this"}):
+        first, *others = row
+        rendered = {first: f"<s>{row[first]}"} | {name: row[name] for name in others}
+        found = [
+            prepare_dataset(Dataset.from_list([of]), tokenizer, config, packing=False)[0][0] for of in (row, rendered)
+        ]
+        assert found[0] == found[1]
+        assert tokenizer.convert_ids_to_tokens(found[1]["input_ids"]) == ["<s>", "what", "is", "this", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["<s>what is"], [])) == ["<s>", "what", "is"]
+
+
 def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:
     text = "".join(f"def f{number}(self): return {number}\n" for number in range(60))
     rows, report = prepare([{"text": text}], config, max_length=64)

@@ -26,7 +26,7 @@ from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_ch
 from .collator import GumihoDataCollator, collate_all
 from .data.budget import within_budget
 from .data.target_runs import why_not_finite
-from .draft_vocabulary import DraftRestriction
+from .draft_restriction import DraftRestriction
 from .feature_cache import TargetFeatures, row_lengths
 from .linear_start import start_linearly
 from .losses.chunked import chunked_gumiho_loss
