@@ -176,7 +176,7 @@ def test_a_server_without_token_ids_is_used_by_text(
 
 
 def test_texts_for_a_server_begin_once_and_keep_their_marks(serve: Serve, tmp_path: Path) -> None:
-    """A server's tokenizer puts the beginning of a text before it, and leaves special tokens out unless it is asked."""
+    """A server's tokenizer begins a text itself, and leaves special tokens out unless it is asked."""
 
     def keeps_marks(path: str, body: dict[str, Any], number: int) -> Reply:
         keeps = body.pop("skip_special_tokens", True) is False
