@@ -330,8 +330,7 @@ def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
     def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ArrowWriter, "write_table", write)
-    monkeypatch.setattr(ArrowWriter, "write_batch", write)
+    monkeypatch.setattr(ArrowWriter, "finalize", write)
     message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
     with pytest.raises(OSError, match=message):
         load_conversations(other)
@@ -603,8 +602,10 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     usable, report = usable_rows(
         Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
     )
-    assert [make_tokenizer().decode(ids) for ids in usable["prompt_ids"]] == ["What is it?", "Who? ", "2+3?", "2-3?"]
-    assert size_of_prompts(usable, 50, 64) == (4, 200 + sum(map(len, usable["prompt_ids"])), 54)
+    asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
+    assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report

