@@ -119,8 +119,8 @@ def begin(path: Path, made_from: dict[str, Any], instead: str = "Write into anot
         manifest.check(made_from, instead)
     elif has_rows and before.exists():
         raise UserValueError(
-            f"An earlier version began {str(path)!r}. Delete {before.name!r} to continue it with the current settings, "
-            f"or write into another file."
+            f"An earlier version began {str(path)!r}. Delete {before.name!r} to continue with the current "
+            f"settings, or write into another file."
         )
     else:
         manifest.write(made_from)
