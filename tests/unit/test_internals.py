@@ -70,6 +70,10 @@ SIGNATURES = {
     ),
     "transformers.cache_utils.LinearAttentionLayer.update_conv_state": "self, conv_states, state_idx",
     "transformers.cache_utils.LinearAttentionLayer.update_recurrent_state": "self, recurrent_states, state_idx",
+    "transformers.generation.GenerationMixin._get_logits_processor": (
+        "self, generation_config, input_ids_seq_length, encoder_input_ids, prefix_allowed_tokens_fn, "
+        "logits_processor, device"
+    ),
     "transformers.PreTrainedModel.save_pretrained": "self, save_directory, is_main_process, state_dict, push_to_hub",
     "transformers.PreTrainedModel._upload_modified_files": "self, working_dir, repo_id, files_timestamps",
     "transformers.PreTrainedModel.should_save_on_this_rank": "self, is_main_process",
