@@ -605,6 +605,9 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
     assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
     assert expected_lengths(usable, 30, 64) == [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
+    num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
+    assert expected_lengths(Dataset.from_list([turns]), 30, 256) == [num_said + 2 * 30]
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report
