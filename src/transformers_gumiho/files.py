@@ -25,7 +25,8 @@ def damaged_files_named(
 ) -> Iterator[None]:
     """
     Raises [`UserOSError`] where something fails within this, and a file of the model is damaged: libraries take
-    whatever they find for what they expect. `options` are the arguments of `from_pretrained`, `names` a pattern.
+    whatever they find for what they expect. So it does for a name that is no folder, and that the Hub does not have.
+    `options` are the arguments of `from_pretrained`, `names` a pattern.
     """
     try:
         yield
@@ -33,6 +34,9 @@ def damaged_files_named(
         raise
     except Exception as error:
         check_files(name_or_path, options or {}, names, error)
+        if isinstance(error, OSError) and not os.path.exists(str(name_or_path)):
+            said = " ".join(str(error).split())
+            raise UserOSError(f"There is no folder {str(name_or_path)!r}, and the Hub gave none: {said}") from error
         raise
 
 

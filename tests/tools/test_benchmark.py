@@ -127,7 +127,7 @@ def test_speeds_are_those_of_the_clock(target: PreTrainedModel, monkeypatch: pyt
     assert row.speedup < 1
     assert "**slower than plain**" in markdown([row])
     as_fast = replace(row, with_plain=replace(row.with_plain, ratio=0.996))
-    assert "| 1.00 (" in markdown([as_fast])
+    assert "| 1.00 |" in markdown([as_fast])
     assert "slower" not in markdown([as_fast])  # what stands there says nothing else
 
 
@@ -158,9 +158,10 @@ def test_summary_compares_prompt_by_prompt() -> None:
     assert row.shares == pytest.approx({"verify": 0.6, "draft": 0.3, "rest": 0.1})
     assert rows["plain"].speedup == 1
     table = markdown(list(rows.values()))
-    assert (
-        "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 (2.00) | 2.00 | 30% / 60% / 10% | 2 of 3 |" in table
-    )
+    assert "| gumiho | 200.0 | 2.00 | 2.00 (2.00) | 2.00 | 30% / 60% / 10% | 2 of 3 |" in table
+    # Of fewer than six batches, no range holds the median with 95%.
+    row = replace(rows["gumiho"], num_samples=6, with_plain=replace(rows["gumiho"].with_plain, num_samples=6))
+    assert "| gumiho | 200.0 (112.5-200.0) | 2.00 (1.00-4.00) | 2.00 (2.00) |" in markdown([row])
 
 
 def test_tau_is_that_of_drafted_cycles_and_pauses_stand_beside_it() -> None:
@@ -191,8 +192,7 @@ def test_modes_are_compared_with_other_ways_of_drafting_answer_by_answer() -> No
     }
     assert rows["gumiho"].speedup / rows["prompt lookup"].speedup == 1.0
     assert (
-        "speed against prompt lookup on the same prompts (median, 95% interval): gumiho 2.00 (0.50-4.00), faster "
-        "in 2 of 3."
+        "speed against prompt lookup on the same prompts (median, 95% interval): gumiho 2.00, faster in 2 of 3."
     ) in markdown(list(rows.values()))
 
 

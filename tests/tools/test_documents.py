@@ -246,6 +246,16 @@ def test_pictures_of_the_method_show_a_cycle() -> None:
     assert ElementTree.fromstring(script.draw_drafter()) is not None
 
 
+def test_the_picture_of_an_answer_has_the_numbers_of_its_captions() -> None:
+    """It is drawn by the command that the quickstart shows."""
+    drawn = (ROOT / "docs" / "images" / "answer.svg").read_text(encoding="utf-8")
+    tokens, drafts, passes = re.search(r"(\d+) tokens, (\d+) accepted drafts \| (\d+) passes<", drawn).groups()
+    for document in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        text = " ".join(document.read_text(encoding="utf-8").split())
+        assert f"{drafts} of its {tokens} tokens are accepted drafts" in text
+        assert re.search(rf"{passes} passes after the prompt's, .* {int(tokens) - 1}\b", text)
+
+
 def test_every_room_is_described() -> None:
     described = set(
         re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)

@@ -312,7 +312,7 @@ def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter
     said: list[logging.LogRecord] = []
     monkeypatch.setattr(logging.getLogger("transformers.trainer_utils"), "callHandlers", said.append)
     assert "published: continues from" in gumiho(*runs["stopped_tokens"])
-    assert not said, "transformers compares with the checkpoint"
+    assert not [entry for entry in said if "do not match" in entry.getMessage()]
     assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 

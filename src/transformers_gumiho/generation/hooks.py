@@ -1,6 +1,7 @@
 """Leads `generate(assistant_model=<GumihoModel>)` to the loop: two steps of transformers' `generate()`, or a mixin."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,8 @@ def _assisted_decoding(
 
 def _note_places(plain: Callable[..., None], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
     """Notes where a model is loaded from. `assistant_model="mtp"` reads its MTP layers there."""
-    memory_of(target).places = {name: kwargs[name] for name in PLACES if kwargs.get(name) not in (None, "")}
+    given = inspect.signature(plain).bind(*args, **kwargs).arguments
+    memory_of(target).places = {name: given[name] for name in PLACES if given.get(name) not in (None, "")}
     plain(*args, **kwargs)
 
 

@@ -97,8 +97,10 @@ def show(args: ShowArguments) -> Cycle:
             raise KeyboardInterrupt
 
     answer = Answer(on_step=stop)
-    # There is room for one more cycle, as paths near the end of a text are shorter.
+    # There is room for one more cycle, as paths near the end of a text are shorter, up to the target's last position.
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
     most = (args.step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
+    most = max(min(most, positions - len(prompt)), 1)
     stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0)
     if (num_cycles := len(answer.cycles)) < args.step:
         if answer.progress == "stopped":

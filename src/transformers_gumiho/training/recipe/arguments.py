@@ -11,7 +11,7 @@ from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
 from ... import commands
-from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
+from ...commands import REQUIRED, UserFileNotFoundError, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
@@ -154,6 +154,8 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check()
+        if missing := [folder for folder in self.features or () if not Path(folder).is_dir()]:
+            raise UserFileNotFoundError(f"There is no folder {missing[0]!r}. Name feature caches with --features.")
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
         _check_precision("features_dtype", self.features_dtype)

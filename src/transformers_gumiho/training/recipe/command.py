@@ -14,6 +14,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ...commands import UserValueError, as_user_errors, full_disk_told, make_folder
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..arguments import GumihoTrainingArguments
+from ..data.bars import without_other_bars
 from ..data.manifest import differences_allowed
 from ..data.run_files import sole_writer
 from .arguments import DataArguments, RecipeArguments, check_training, parse
@@ -44,6 +45,7 @@ def run_data_command(words: Sequence[str]) -> None:
     (args,) = parse([DataArguments], "data", words, {}, _summary(run_data_command))
     from .writing import load_tokenizer, write_answers  # need the extra `train`, which `--help` does not
 
+    without_other_bars()
     check_idle(args, words)
     args.check()
     write_answers(args, load_tokenizer(args), args.output_file, args.seed, tokens_per_pass=args.tokens_per_pass)
@@ -62,6 +64,7 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
     args, training_args = _parse(words, {})
     from .stages import Run  # needs the extra `train`, which `--help` does not
 
+    without_other_bars()
     check_idle(args, words)
     if args.drafter == OWN_MTP_LAYERS:
         args.drafter = _own_layers_of(args.target)

@@ -20,6 +20,7 @@ from ...commands import as_user_errors
 from ...files import check_files, damaged_files_named, read_text
 from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
 from ..data import open_text
+from ..data.bars import write_lines
 from ..data.datasets import load_conversations
 from ..data.preparation import usable_rows
 from ..writing.row_file import Engine, processes
@@ -128,5 +129,4 @@ def write_answers(
 def say(text: str) -> None:
     """Prints a line in the first process."""
     if processes().is_main_process:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        write_lines(text)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from tqdm import tqdm
 
 from ...commands import UserValueError
-from ..data.bars import progress_bar
+from ..data.bars import progress_bar, write_lines
 from ..data.manifest import Manifest, begin
 from ..data.run_files import append_rows, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
@@ -97,7 +96,9 @@ class RowFile:
                     is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
                     if num_tokens:
-                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s")
+                        progress.set_postfix_str(
+                            f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s", refresh=False
+                        )
                     progress.update()
         self.collect()
 
@@ -120,7 +121,7 @@ class RowFile:
             os.replace(unfinished, self.path)
             manifest = Manifest(self.path.parent, self.path.name)
             manifest.write(manifest.made_from, is_finished=True)
-            tqdm.write(report)
+            write_lines(report)
 
 
 def in_words(reasons: Iterable[str]) -> str:
