@@ -677,6 +677,12 @@ def test_packed_rows_and_others_share_a_batch() -> None:
     for rows in ([packed, alone], [alone, packed]):
         batch = GumihoDataCollator()(rows)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
+        table = Dataset.from_list([row | {"position_ids": row.get("position_ids")} for row in rows])
+        assert GumihoDataCollator()([*table])["position_ids"].equal(batch["position_ids"]), (
+            "a table holds no value there"
+        )
+        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
+            GumihoDataCollator()([rows[0], rows[1] | {"hidden_states": torch.zeros(len(rows[1]["input_ids"]), 4)}])
         everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 
