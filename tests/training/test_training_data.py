@@ -34,7 +34,7 @@ from transformers_gumiho.training import GumihoDataCollator, load_conversations,
 from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import expected_lengths, held_out_numbers, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
 
 
 ROW = ("input_ids", "loss_mask")
@@ -604,10 +604,11 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     )
     asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
     assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
-    assert expected_lengths(usable, 30, 64) == [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
     (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
     num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
-    assert expected_lengths(Dataset.from_list([turns]), 30, 256) == [num_said + 2 * 30]
+    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report

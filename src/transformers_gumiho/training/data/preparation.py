@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -200,10 +200,19 @@ def usable_rows(
     return dataset.select(looks["row"]) if answered else looks, report
 
 
-def expected_lengths(prompts: Dataset, tokens_per_answer: float, max_length: int) -> list[int]:
-    """Returns the tokens of the rows that prompts of [`read_prompts`] become, with answers of this length."""
-    counts = zip(prompts["num_tokens"], prompts["num_answers"], strict=True)
-    return [min(int(num_tokens + turns * tokens_per_answer), max_length) for num_tokens, turns in counts]
+class DataSize(NamedTuple):
+    """The rows that a drafter is trained on, their tokens, and the tokens of the longest one."""
+
+    num_rows: int
+    num_tokens: int
+    longest: int
+
+
+def size_of_prompts(prompts: Dataset, tokens_per_answer: float, max_length: int) -> DataSize:
+    """Returns the size of the conversations that prompts of [`read_prompts`] become, with answers of this length."""
+    pairs = zip(prompts["num_tokens"], prompts["num_answers"], strict=True)
+    lengths = [min(int(num_tokens + turns * tokens_per_answer), max_length) for num_tokens, turns in pairs]
+    return DataSize(len(lengths), sum(lengths), max(lengths))
 
 
 def plain_rows(dataset: Dataset) -> Dataset:

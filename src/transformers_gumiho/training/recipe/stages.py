@@ -30,7 +30,7 @@ from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.manifest import MADE_FROM, Manifest
 from ..data.open_text import encode_turn
-from ..data.preparation import expected_lengths, split_rows
+from ..data.preparation import size_of_prompts, split_rows
 from ..data.run_files import ask_before_deleting
 from ..feature_cache import TARGET_FOLDER, FeatureDataset, is_complete, layer_fields, row_lengths
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
@@ -239,8 +239,8 @@ class Run:
         sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
         max_length = row_length(args, self.target_config)
         if args.regenerate:
-            lengths = expected_lengths(rows, ANSWER_SHARE * args.max_new_tokens, max_length)
-            return len(lengths), sum(lengths) / len(lengths)
+            size = size_of_prompts(rows, ANSWER_SHARE * args.max_new_tokens, max_length)
+            return size.num_rows, size.num_tokens / size.num_rows
         encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
         lengths = row_lengths(encoded) or [0]
         return len(rows), sum(lengths) / len(lengths)
