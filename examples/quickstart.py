@@ -29,8 +29,7 @@ for _ in range(2):  # the first round warms up
         outputs[name] = target.generate(**inputs, **settings, assistant_model=assistant)
         seconds[name] = time.perf_counter() - start
 
-plain, drafted = outputs.values()
-length = inputs.input_ids.shape[1]
+(plain, drafted), length = outputs.values(), inputs.input_ids.shape[1]
 print(f"--- prompt\n{prompt}\n--- with the drafter\n{tokenizer.decode(drafted.sequences[0, length:])}\n---")
 print(f"\nthe same tokens as plain generate()  {torch.equal(plain.sequences, drafted.sequences)}")
 cycles = zip(drafted.accepted_lengths[0], drafted.draft_origins, strict=True)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .commands import UserValueError
 from .generation.attach import attached_drafter, generate_where_possible, named_drafter
-from .internals import passes_all_arguments
+from .internals import ARGUMENTS_OF_GENERATE
 
 
 def generate(model: PreTrainedModel, **kwargs: Any) -> NoReturn:
@@ -42,7 +42,9 @@ def generate_attached(
         from .training.recording import record_once
 
         record_once(model, record_in, **recording or {})
-    if kwargs.get("assistant_model") is None and passes_all_arguments(kwargs):
+    # `generate(custom_generate=...)` passes `None` for what was not given.
+    passes_all = kwargs.keys() >= {*ARGUMENTS_OF_GENERATE} - {"custom_generate"}
+    if passes_all and kwargs["assistant_model"] is None:
         del kwargs["assistant_model"]
     # Not `model.generate`, which is the `generate` of this folder.
     plain = types.MethodType(type(model).generate, model)

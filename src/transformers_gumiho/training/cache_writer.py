@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..commands import UserOSError
-from ..generation.verification.placement import input_device
+from ..generation.verification.traits import input_device
 from ..model.token_embedding import fitting_rows
 from .data.run_files import way_out
 from .feature_cache import LENGTHS, NUMBERS, TARGET_FOLDER, WEIGHTS, checksum, open_file, rows_of, shards_of

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
-from ..generation.verification.placement import input_device
 from ..generation.verification.target_states import TargetStates
+from ..generation.verification.traits import input_device
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
 from .cache_writer import CacheWriter, delete_unfit, missing_rows, write_target
 from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of

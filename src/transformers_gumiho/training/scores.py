@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..commands import UserValueError
-from ..generation.verification.placement import input_device
+from ..generation.verification.traits import input_device
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput

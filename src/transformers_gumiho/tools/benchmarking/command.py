@@ -12,7 +12,7 @@ from transformers import __version__ as transformers_version
 
 from ...commands import REQUIRED, as_user_errors, make_folder, option
 from ...files import check_folder, damaged_files_named
-from ...generation.verification.placement import input_device
+from ...generation.verification.traits import input_device
 from ...training.data.fingerprint import model_fingerprint
 from ...training.data.run_files import ask_before_deleting
 from ..measuring.prompts import read_prompts

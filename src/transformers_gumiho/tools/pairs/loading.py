@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ...commands import UserError, UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
-from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...generation.verification.target_memory import place_of
-from ...generation.verification.traits import TargetTraits
+from ...generation.verification.traits import TargetTraits, drafter_device
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.loading import is_drafter
 from ...model.modeling_gumiho import GumihoModel

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from ...commands import UserOSError, UserValueError, make_folder, option
 from ...files import check_is_no_snapshot
-from ...generation.verification.placement import input_device
-from ...generation.verification.traits import TargetTraits
+from ...generation.verification.traits import TargetTraits, input_device
 from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ...training.data.open_text import encode_turn

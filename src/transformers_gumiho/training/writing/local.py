@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Logits
 from transformers.cache_utils import DynamicLayer
 
 from ...commands import UserValueError
-from ...generation.verification.placement import input_device
+from ...generation.verification.traits import input_device
 from ...internals import CACHE_NAME, sampling_warpers
 from ..data.budget import within_budget
 from ..data.fingerprint import VOLATILE, model_fingerprint
