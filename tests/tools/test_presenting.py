@@ -32,8 +32,8 @@ from transformers import (
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.model.decoding_settings import value_for_rows
 from transformers_gumiho.tools.benchmarking import BenchmarkArguments, DecodingMode, Question, run_benchmark
-from transformers_gumiho.tools.measuring.modes import PLAIN, Runner
 from transformers_gumiho.tools.measuring.timing import temporary_settings
+from transformers_gumiho.tools.measuring.turns import PLAIN, Runner
 from transformers_gumiho.tools.pairs import load_pair
 from transformers_gumiho.tools.presenting import (
     Answer,

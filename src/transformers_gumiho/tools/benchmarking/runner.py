@@ -22,8 +22,8 @@ from ...training.data.run_files import (
     complete_lines,
     cut_incomplete_line,
 )
-from ..measuring.modes import PLAIN, DecodingMode, Runner
 from ..measuring.prompts import Question
+from ..measuring.turns import PLAIN, DecodingMode, Runner
 from .summary import Sample
 
 

@@ -16,7 +16,7 @@ from ..data.fingerprint import (
 from ..feature_cache import FeatureDataset
 from ..writing.local import own_settings
 from .arguments import RecipeArguments
-from .writing import generation_config
+from .target import generation_config
 
 
 # What locks a result that is not finished: another value would be another drafter. All else may change: batch sizes of
