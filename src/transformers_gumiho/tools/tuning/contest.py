@@ -129,7 +129,7 @@ class Contests:
         # With pauses, cycles without drafts would be timed.
         settings = tree.settings | {"break_even": NEVER_PAUSES}
         if is_final:
-            # `break_even` is the time of a cycle that drafts. In runs of prompt lookup the drafter does not draft.
+            # `break_even` is the time of a cycle in which the drafter alone drafts.
             settings["prompt_lookup_num_tokens"] = 0
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = self.counted if tree.vocabulary == "counted" else None

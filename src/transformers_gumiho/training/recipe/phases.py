@@ -36,9 +36,9 @@ from ..data.open_text import load_tokenizer
 from ..data.preparation import held_out_numbers
 from ..feature_cache import TARGET_FOLDER
 from .arguments import RecipeArguments
+from .contents import training_contents
 from .options import recipe_of
 from .progress import Bar, Progress, without_mismatches
-from .records import training_contents
 from .target import row_length, say
 
 

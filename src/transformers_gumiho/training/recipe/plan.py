@@ -112,9 +112,9 @@ def estimate(
             static + loss + (weights if is_online else 0),
             "a smaller --tokens_per_pass, --per_device_train_batch_size or --loss_chunk_size",
         ),
-        "tune": Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)"),
-        "evaluate": Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)"),
     }
+    decoding = Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)")
+    needs |= {"tune": decoding, "evaluate": decoding}
     chosen = set(args.stages) - ({"write"} if not args.regenerate else set()) - ({"features"} if is_online else set())
     chosen &= {*needs} if args.features is None else {"train"}
     return {stage: need for stage, need in needs.items() if stage in chosen}

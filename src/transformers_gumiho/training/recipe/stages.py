@@ -32,6 +32,7 @@ from ..feature_cache import is_complete, layer_fields
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
+from .contents import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .context import RunContext
 from .options import RESOLVED, Options
 from .phases import (
@@ -42,7 +43,6 @@ from .phases import (
     prepared,
     prepared_held_out,
 )
-from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .target import (
     generation_config,
     load_tokenizer,

@@ -88,6 +88,7 @@ def largest_that_fits(trial: Trial, device: torch.device) -> int:
     the smallest does not.
     """
     size, memory = trial.size, torch.get_device_module(device)
+    torch.empty(1, device=device)  # a device counts its memory from its first tensor on
     while True:
         if hasattr(memory, "reset_peak_memory_stats"):
             memory.reset_peak_memory_stats(device)

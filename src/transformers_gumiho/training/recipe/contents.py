@@ -1,4 +1,4 @@
-"""What the results of a run were made from: the options and contents that decide them, by stage and phase."""
+"""What the manifests of a run hold: the options and contents that decide its results, by stage and phase."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
