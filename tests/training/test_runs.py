@@ -28,12 +28,7 @@ from training_data import DEMO_TARGET, write_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerState
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from transformers_gumiho.training import (
-    FeatureDataset,
-    GumihoTrainer,
-    load_conversations,
-    prepare_dataset,
-)
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer, load_conversations, prepare_dataset
 from transformers_gumiho.training.cache_writer import CacheWriter
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer

@@ -170,7 +170,8 @@ def check_shared_memory(phase: GumihoTrainingArguments, token_bytes: float, long
         return
     share = (phase.tokens_per_step or 0) // phase.world_size
     step = max(share, longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
-    needed = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2) * step * token_bytes
+    batches = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2)
+    needed = batches * step * token_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if needed > (free := shutil.disk_usage(_SHARED_MEMORY).free):
         raise UserOSError(
             f"The {phase.dataloader_num_workers} workers of the loader keep about {_size(needed)} in "

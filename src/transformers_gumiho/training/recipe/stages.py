@@ -16,12 +16,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from .. import (
-    CachedFeatures,
-    cache_size,
-    load_conversations,
-    write_feature_cache,
-)
+from .. import CachedFeatures, cache_size, load_conversations, write_feature_cache
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.manifest import MADE_FROM, Manifest
@@ -35,21 +30,8 @@ from .arguments import STAGES, RecipeArguments
 from .contents import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
 from .context import RunContext
 from .options import RESOLVED, Options
-from .phases import (
-    Training,
-    cached_data,
-    is_there,
-    online_data,
-    prepared,
-    prepared_held_out,
-)
-from .target import (
-    generation_config,
-    load_tokenizer,
-    num_positions,
-    say,
-    write_answers,
-)
+from .phases import Training, cached_data, is_there, online_data, prepared, prepared_held_out
+from .target import generation_config, load_tokenizer, num_positions, say, write_answers
 from .trials import try_stages
 
 
