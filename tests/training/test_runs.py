@@ -581,6 +581,16 @@ def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeyp
     assert "\n# pushed\n" in Path("README.md").read_text()
 
 
+def test_a_drafter_that_may_not_be_pushed_is_not_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: Any, **__: Any) -> None:
+        raise OSError("403 Forbidden: your token has no write permission")
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/forbidden"))
+    monkeypatch.setattr(HfApi, "auth_check", forbid)
+    refuse("403 Forbidden: your token has", *command(folder, "forbidden", *UP_TO_TRAINING, "--push_to_hub"))
+    assert not (folder / "forbidden").exists()
+
+
 def test_a_folder_has_one_run_at_a_time(folder: Path, whole: Path) -> None:
     with sole_writer(whole / "work"):
         refuse("Another run is writing there", *command(folder, "whole", *UP_TO_TRAINING))
