@@ -179,6 +179,12 @@ def is_callers_cache(cache: Any) -> bool:
     return bool(getattr(cache, "_is_user_defined", not _MARKS_CACHES))
 
 
+def sampling_warpers(device: torch.device, **settings: Any) -> Any:
+    """Returns what `generate()` does to the scores of sampled tokens by these fields of a generation config."""
+    config = GenerationConfig(do_sample=True, **settings)
+    return GenerationMixin()._get_logits_processor(config, input_ids_seq_length=0, device=device)
+
+
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
     """Returns the token that `generate()` pads with, which it stores only as a tensor on the prepared config."""
     token = generation_config._pad_token_tensor

@@ -52,20 +52,21 @@ MODES = [
 
 @pytest.fixture(scope="module")
 def samples(target: PreTrainedModel, drafter: GumihoModel) -> list[Sample]:
-    """Every mode, greedily and sampled, and greedily in pairs."""
+    """Every mode, greedily, sampled without the conversation of two turns, and greedily in pairs."""
     draft_model = AutoModelForCausalLM.from_pretrained(DEMO_PAIR / "draft_model", dtype=torch.float32)
     modes = decoding_modes(drafter, MODES, draft_model)
     measured = [target, make_tokenizer(None), QUESTIONS, modes]
-    alone = run_benchmark(*measured, temperatures=(0.0, 1.0), max_new_tokens=8)
-    return [*alone, *run_benchmark(*measured, batch_sizes=[2], max_new_tokens=8)]
+    sampled = run_benchmark(target, make_tokenizer(None), QUESTIONS[1:], modes, temperatures=(1.0,), max_new_tokens=8)
+    runs = ({}, {"batch_sizes": [2]})
+    return [*sampled, *(sample for run in runs for sample in run_benchmark(*measured, **run, max_new_tokens=8))]
 
 
 def test_every_mode_decodes_every_prompt_to_plain_decodings_text(samples: list[Sample], drafter: GumihoModel) -> None:
     modes = ["plain", *MODES]
     alone = [sample for sample in samples if sample.batch_size == 1]
-    # Three first turns and a second one, at two temperatures.
+    # Three first turns and a second one, and two sampled ones.
     batches = dict.fromkeys((tuple(s.questions), s.turn, s.temperature) for s in alone)
-    assert len(batches) == 8
+    assert len(batches) == 6
     for batch in batches:
         assert [s.mode for s in alone if (tuple(s.questions), s.turn, s.temperature) == batch] == modes
     # transformers' own assisted decoding draws other random numbers.

@@ -402,17 +402,6 @@ def test_what_gives_no_features_is_refused(
         write_feature_cache(rows, target, make_tokenizer(), tmp_path, dtype=dtype)
 
 
-def test_a_batch_holds_rows_of_several_sources() -> None:
-    """Packed ones next to others, which have no positions; those with states stay among themselves."""
-    table = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "position_ids": [None, [0, 0]]})
-    for order in ([0, 1], [1, 0]):
-        batch = GumihoDataCollator()([table[index] for index in order])
-        assert [batch["position_ids"][order.index(row)].tolist() for row in (0, 1)] == [[0, 1, 2], [0, 0, 0]]
-        rows = [{"input_ids": [1, 2]} | ({"hidden_states": torch.zeros(2, 4)} if index else {}) for index in order]
-        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
-            GumihoDataCollator()(rows)
-
-
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no made_from\.json"):
         FeatureDataset(tmp_path)

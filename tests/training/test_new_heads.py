@@ -24,7 +24,8 @@ from transformers_gumiho.training import (
     measure_acceptance,
     write_feature_cache,
 )
-from transformers_gumiho.training.recipe.recipes import RECIPES
+from transformers_gumiho.training.recipe.arguments import RecipeArguments
+from transformers_gumiho.training.recipe.options import recipe_of
 from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
@@ -35,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "serial_head": "eagle3", "target_layer_ids": [2, 7], "fc_norm": True, "norm_output": True,
     },
 }  # fmt: skip
-HEADS = RECIPES["recommended"].phases["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
+HEADS = recipe_of(RecipeArguments())["phases"]["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
 
 
 def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80, **fields: Any) -> GumihoModel:

@@ -130,6 +130,25 @@ def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, pair: Pair) -> Non
     assert second["input_ids"].tolist() == later[0, :-1].tolist(), "a prompt without tokens is left out"
 
 
+def test_a_program_that_changes_its_directory_goes_on_in_the_named_folder(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    monkeypatch.chdir(one)
+    with record(pair[0], "cache", TOKENIZER):
+        text = generate(*pair)
+        monkeypatch.chdir(two)
+        other = generate(*pair, 4)
+    monkeypatch.chdir(one)
+    dataset = FeatureDataset("cache")
+    monkeypatch.chdir(two)
+    rows = [row["input_ids"].tolist() for row in dataset]
+    assert rows == [*text[:, :-1].tolist(), *other[:, :-1].tolist()]
+    assert not list(two.iterdir())
+
+
 def test_of_long_texts_the_written_parts_are_kept(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_call, "_MAX_ROW", 10)
     with record(pair[0], tmp_path, TOKENIZER):

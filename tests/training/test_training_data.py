@@ -139,6 +139,19 @@ def test_a_tokenizer_that_ends_texts_changes_nothing_else(
         assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
 
 
+def test_a_text_that_was_rendered_before_begins_once(config: PreTrainedConfig) -> None:
+    tokenizer = make_ending_tokenizer("")
+    for row in ({"text": "what is this"}, {"prompt": "what is ", "completion": "this"}):
+        first, *others = row
+        rendered = {first: f"<s>{row[first]}"} | {name: row[name] for name in others}
+        found = [
+            prepare_dataset(Dataset.from_list([of]), tokenizer, config, packing=False)[0][0] for of in (row, rendered)
+        ]
+        assert found[0] == found[1]
+        assert tokenizer.convert_ids_to_tokens(found[1]["input_ids"]) == ["<s>", "what", "is", "this", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["<s>what is"], [])) == ["<s>", "what", "is"]
+
+
 def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:
     text = "".join(f"def f{number}(self): return {number}\n" for number in range(60))
     rows, report = prepare([{"text": text}], config, max_length=64)
@@ -317,8 +330,7 @@ def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
     def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ArrowWriter, "write_table", write)
-    monkeypatch.setattr(ArrowWriter, "write_batch", write)
+    monkeypatch.setattr(ArrowWriter, "finalize", write)
     message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
     with pytest.raises(OSError, match=message):
         load_conversations(other)
@@ -590,8 +602,13 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     usable, report = usable_rows(
         Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
     )
-    assert [make_tokenizer().decode(ids) for ids in usable["prompt_ids"]] == ["What is it?", "Who? ", "2+3?", "2-3?"]
-    assert size_of_prompts(usable, 50, 64) == (4, 200 + sum(map(len, usable["prompt_ids"])), 54)
+    asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
+    assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
+    (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
+    num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
+    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report
@@ -661,6 +678,12 @@ def test_packed_rows_and_others_share_a_batch() -> None:
     for rows in ([packed, alone], [alone, packed]):
         batch = GumihoDataCollator()(rows)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
+        table = Dataset.from_list([row | {"position_ids": row.get("position_ids")} for row in rows])
+        assert GumihoDataCollator()([*table])["position_ids"].equal(batch["position_ids"]), (
+            "a table holds no value there"
+        )
+        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
+            GumihoDataCollator()([rows[0], rows[1] | {"hidden_states": torch.zeros(len(rows[1]["input_ids"]), 4)}])
         everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 

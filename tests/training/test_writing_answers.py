@@ -188,7 +188,8 @@ def test_rows_that_end_make_room_for_others(family: str, monkeypatch: pytest.Mon
     assert all(num_rows * width <= 8 or num_rows == 1 for num_rows, width, is_prompt in calls if is_prompt)
     if family == "llama":
         last_prompt = max(number for number, (*_, is_prompt) in enumerate(calls) if is_prompt)
-        assert {num_rows for num_rows, _, is_prompt in calls[:last_prompt] if not is_prompt} == {3}
+        # A row that ends with its first token leaves its place empty for one piece.
+        assert min(num_rows for num_rows, _, is_prompt in calls[:last_prompt] if not is_prompt) >= 2
 
 
 def test_a_batch_that_is_too_large_for_the_memory_is_halved(
@@ -288,9 +289,11 @@ def test_rows_that_are_of_no_use_say_why(
     assert "no room for an answer" in rows[1]["skipped"]
     assert [len(row["messages"]) for row in rows[2:]] == [2, 3]
     assert "no room" in rows[2]["left_out"]
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # it is wrapped
     assert "4 rows with 2 answers. Left out: 2 (there is no room for an answer within the maximum length), 1 (" in text
     assert "100% of the answers were cut at a limit: raise `--max_new_tokens`" in text
+    regenerate([{"messages": MESSAGES[:2]}], target, tmp_path / "short.jsonl", max_length=60, max_new_tokens=50)
+    assert "were cut at a limit: raise `--max_length`" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(
         ValueError, match=r"No row could be answered: 1 rows with 0 answers. Left out: 1 \(there is no"
     ):

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     # With `generation`, training measures tau and records what is generated.
     "training": ("internals model generation.verification generation training.data training.losses training.writing"),
     "training.writing": "internals model generation.verification training.data",
-    "training.recipe": "files model training.data training training.writing",
+    "training.recipe": "files internals model generation.verification training.data training training.writing",
     "tools.metrics": "",
     "tools.pairs": "files model generation.verification training.data",
     "tools.measuring": "files model generation.verification generation.drafting generation training.data",

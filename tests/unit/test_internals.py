@@ -41,6 +41,7 @@ RELIED_ON = {
         "_validate_generation_mode", "_assisted_decoding", "_extract_generation_mode_kwargs", "_prefill", "_sample",
         "_prepare_generation_config", "_prepare_cache_for_generation", "_valid_auto_compile_criteria",
         "_supports_default_dynamic_cache", "_update_model_kwargs_for_generation", "adjust_generation_fn",
+        "_get_logits_processor",
     ),
     # What mixers call, for which the algebra of trees stands in.
     "transformers.models.qwen3_5.modeling_qwen3_5": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),

@@ -238,7 +238,7 @@ class GumihoConfig(PreTrainedConfig):
                     f"writes them. Copy that file over the one in the drafter's folder, and give the drafter's folder."
                 ) from cause
             if folder is None:
-                no_folder = "" if os.path.isdir(name) else "is no folder, "
+                no_folder = "" if cause is None else "is no folder, "
                 raise UserOSError(
                     f"{str(name)!r} {no_folder}{lack}, and is not one of the released drafters: "
                     f"{', '.join(released_names())}. "

@@ -132,8 +132,7 @@ class Recorder:
         self.folder, self.is_running = folder, True
         self._target, self._share, self._max_bytes = weakref.ref(target), share, max_gigabytes * 1e9
         self._lock, self._writing, self._process = threading.RLock(), ExitStack(), os.getpid()
-        self._calls: list[RecordedCall] = []  # that have ended, and are not read yet
-        self._rows: list[dict[str, torch.Tensor]] = []  # of the shard that is not full yet
+        self._calls: list[RecordedCall] = []  # that have ended, and are not written yet
         self._shards: list[tuple[Path, int, int]] = []  # with their bytes and tokens, the oldest first
         self._num_rows = 0  # of the shards that are or were there
         model = model_fingerprint(target)
@@ -162,9 +161,7 @@ class Recorder:
         with self._lock:
             if self.is_running and os.getpid() == self._process:
                 with self._giving_up():
-                    self._check_calls()
-                    self._read_calls()
-                    self._write_shard()
+                    self._write_calls()
                 self._end()
 
     def __enter__(self) -> "Recorder":
@@ -204,7 +201,7 @@ class Recorder:
                 raise UserValueError("this is another process than the one that began it")
             if (versions := _versions(target)) != self._seen:
                 if not self._has_its_weights():
-                    self._read_calls()
+                    self._write_calls(are_checked=True)  # which ended before that
                     raise UserValueError(_CHANGED)
                 self._seen = versions
             layers = drafter.config.layers_read(target.config)
@@ -233,32 +230,26 @@ class Recorder:
         with self._lock, self._giving_up():
             if self.is_running:
                 self._calls.append(call)
-                if sum(call.num_rows for call in self._calls) + len(self._rows) >= _ROWS_PER_SHARD:
-                    self._check_calls()
-                    self._read_calls()
+                if sum(call.num_rows for call in self._calls) >= _ROWS_PER_SHARD:
+                    self._write_calls()
 
-    def _read_calls(self) -> None:
-        """Reads the rows of calls that have ended, and writes all full shards."""
+    def _write_calls(self, are_checked: bool = False) -> None:
+        """
+        Writes the rows of calls that have ended into a shard, and deletes the oldest shards where the folder is full.
+        Drops calls of other weights: code that writes to `weight.data` counts no new version.
+        """
         calls, self._calls = self._calls, []
-        for row in (row for call in calls for row in call.read_rows()):
-            self._rows.append(row)
-            if len(self._rows) == _ROWS_PER_SHARD:
-                self._write_shard()
-
-    def _check_calls(self) -> None:
-        """Drops calls of other weights: code that writes to `weight.data` counts no new version."""
-        if self._calls and not self._has_its_weights():
-            self._calls = []
+        if calls and not are_checked and not self._has_its_weights():
             raise UserValueError(_CHANGED)
-
-    def _write_shard(self) -> None:
-        """Writes the newest shard, and deletes the oldest ones where the folder is full."""
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        path = self._writer.save(dict(enumerate(rows, self._num_rows)))
-        self._num_rows += len(rows)
-        self._shards.append((path, path.stat().st_size, sum(len(row["input_ids"]) for row in rows)))
+        rows: dict[int, dict[str, torch.Tensor]] = {}
+        try:
+            for row in (row for call in calls for row in call.read_rows()):
+                rows[self._num_rows + len(rows)] = row
+        finally:
+            if rows:
+                path = self._writer.save(rows)
+                self._num_rows += len(rows)
+                self._shards.append((path, path.stat().st_size, sum(len(row["input_ids"]) for row in rows.values())))
         while len(self._shards) > 1 and sum(size for _, size, _ in self._shards) > self._max_bytes:
             oldest, *_ = self._shards.pop(0)
             oldest.unlink()
@@ -272,18 +263,18 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
-        """Ends the recording, and says why. Unless files cannot be written, what is read is written."""
+        """Ends the recording, and says why. Unless files cannot be written, calls that have ended are written."""
         with self._lock:
             if not self.is_running:
                 return
             with suppress(Exception):
                 if not isinstance(reason, OSError) and os.getpid() == self._process:
-                    self._write_shard()
+                    self._write_calls()
             self._end()
         logger.warning(f"Recording into {str(self.folder)!r} has stopped, and generation goes on: {reason}.")
 
     def _end(self) -> None:
-        self.is_running, self._calls, self._rows = False, [], []
+        self.is_running, self._calls = False, []
         if (target := self._target()) is not None:
             observers = memory_of(target).observers
             if self._observe in observers:

@@ -353,11 +353,11 @@ class TreeCache(Cache):
         while outgrown:
             group, users = outgrown.pop()
             at_once = max(int(num_moved / group[0].nbytes), 1)
-            for first in range(0, len(users), at_once):
-                old = group[first : first + at_once, :, :, num_dropped:]
+            for start in range(0, len(users), at_once):
+                old = group[start : start + at_once, :, :, num_dropped:]
                 grown = old.new_zeros(*old.shape[:3], size, old.shape[4])
                 grown[:, :, :, : old.shape[3]] = old
-                self.add_group(grown, users[first : first + at_once])
+                self.add_group(grown, users[start : start + at_once])
 
     def _move(self, nodes: torch.Tensor) -> None:
         """Moves entries `nodes` `(B, n)`, counted from the committed ones, to the slots right after these."""

@@ -17,13 +17,9 @@ from ...internals import is_stateful
 from ...training.data.bars import progress_bar
 from ...training.data.manifest import begin
 from ...training.data.open_text import encode_turn
-from ...training.data.run_files import (
-    append_rows,
-    complete_lines,
-    cut_incomplete_line,
-)
-from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ...training.data.run_files import append_rows, complete_lines, cut_incomplete_line
 from ..measuring.prompts import Question
+from ..measuring.turns import PLAIN, DecodingMode, Runner
 from .summary import Sample
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..measuring.modes import PLAIN
+from ..measuring.turns import PLAIN
 from ..metrics import acceptance_statistics
 from .modes import ASSISTED, COMPILED, PLAIN_COMPILED, PROMPT_LOOKUP
 

@@ -111,8 +111,16 @@ def begin(path: Path, made_from: dict[str, Any], instead: str = "Write into anot
         OSError: The disk is full. What was written before stays.
     """
     has_rows = path.exists() and path.stat().st_size > 0
-    if has_rows and (manifest := Manifest(path.parent, path.name)).path.exists():
+    before = path.with_name(f"{path.name}.settings.json")
+    if not has_rows:
+        path.with_name(f"{path.name}.{MADE_FROM}").unlink(missing_ok=True)
+    manifest = Manifest(path.parent, path.name)
+    if has_rows and manifest.made_from:
         manifest.check(made_from, instead)
+    elif has_rows and before.exists():
+        raise UserValueError(
+            f"An earlier version began {str(path)!r}. Delete {before.name!r} to continue with the current "
+            f"settings, or write into another file."
+        )
     else:
-        (path.parent / f"{path.name}.{MADE_FROM}").unlink(missing_ok=True)
-        Manifest(path.parent, path.name).write(made_from)
+        manifest.write(made_from)

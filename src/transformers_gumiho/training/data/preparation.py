@@ -152,8 +152,8 @@ def read_prompts(
     Raises:
         ValueError: The dataset is a stream or empty.
     """
-    if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):
-        return dataset
+    if {*_PROMPT, *_LOOKS} <= {*(getattr(dataset, "column_names", None) or ())}:
+        return dataset  # which was read before
     settings = {"num_prompt_tokens": num_prompt_tokens}
     return _read_rows(dataset, _prompt, _PROMPT | _LOOKS, tokenizer, num_proc, **settings)
 

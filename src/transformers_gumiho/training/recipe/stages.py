@@ -11,57 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from accelerate import PartialState
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import damaged_files_named
-from ...model.configuration_gumiho import GumihoConfig
-from ...model.target_shape import TargetLayers, state_width
-from .. import (
-    CachedFeatures,
-    GumihoTrainingArguments,
-    cache_size,
-    load_conversations,
-    prepare_dataset,
-    write_feature_cache,
-)
+from .. import CachedFeatures, cache_size, load_conversations, write_feature_cache
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
 from ..data.manifest import MADE_FROM, Manifest
 from ..data.open_text import encode_turn
-from ..data.preparation import size_of_prompts, split_rows
+from ..data.preparation import split_rows
 from ..data.run_files import ask_before_deleting
-from ..feature_cache import TARGET_FOLDER, FeatureDataset, is_complete, layer_fields, row_lengths
+from ..feature_cache import is_complete, layer_fields
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
-from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate
-from .recipes import RECIPES
-from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
-from .training import (
-    Training,
-    cached_data,
-    drafter_fields,
-    online_data,
-    prepared,
-    prepared_held_out,
-    resolved,
-    unsplit_models,
-)
-from .writing import (
-    generation_config,
-    load_rows,
-    load_target,
-    load_tokenizer,
-    num_positions,
-    row_length,
-    say,
-    write_answers,
-)
+from .contents import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
+from .context import RunContext
+from .options import RESOLVED, Options
+from .phases import Training, cached_data, is_there, online_data, prepared, prepared_held_out
+from .target import generation_config, load_tokenizer, num_positions, say, write_answers
+from .trials import try_stages
 
 
-_SAMPLE = 256  # rows whose tokens the plan counts
 _PATIENCE = 1.0  # seconds between two looks at what the main process does
 
 
@@ -69,73 +42,22 @@ _PATIENCE = 1.0  # seconds between two looks at what the main process does
 Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 
-class Run:
+class Run(RunContext):
     """
     One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
 
     Args:
-        args: The options.
-        phases: Training arguments by the name of the phase.
+        options: What is asked for.
         folder: Receives the drafter.
         measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
-        rates: Gives learning rates by what is trained, for a width of the target; none where those of `phases` hold.
     """
 
-    def __init__(
-        self,
-        args: RecipeArguments,
-        phases: dict[str, GumihoTrainingArguments],
-        folder: Path,
-        measures: Measures,
-        rates: Callable[[int], dict[str, float]] = lambda width: {},
-    ):
-        self.rates = rates
-        self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
+    def __init__(self, options: Options, folder: Path, measures: Measures):
+        super().__init__(options, folder)
         self.measures = measures
-        self.training_args = next(iter(phases.values()))
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
-        self._target: PreTrainedModel | None = None
-        self.fields = drafter_fields(args)
         self.has_begun = (self.work / MADE_FROM).exists()
-        if args.drafter is not None:  # whose positions may be fewer than the target's
-            args.max_length = min(args.max_length, self.drafter_config.get_text_config().max_position_embeddings)
-
-    @property
-    def target(self) -> PreTrainedModel:
-        """The target, loaded when it is first needed."""
-        if self._target is None:
-            with unsplit_models(self.training_args):
-                self._target = load_target(self.args)
-        return self._target
-
-    def release_target(self) -> None:
-        """Lets the target go, so that a process never holds two."""
-        self._target = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    @cached_property
-    def target_config(self) -> Any:
-        """The target's config."""
-        folders = self.args.features
-        name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
-        with as_user_errors(), damaged_files_named(name):
-            return AutoConfig.from_pretrained(name)
-
-    @cached_property
-    def drafter_config(self) -> GumihoConfig:
-        """The config of the drafter."""
-        if self.args.drafter is None:
-            return GumihoConfig.from_target(self.target_config, **self.fields)
-        with as_user_errors():
-            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
-
-    @property
-    def layers(self) -> TargetLayers | None:
-        """The target's layers that the drafter reads, if not the last states alone."""
-        return self.drafter_config.layers_read(self.target_config)
 
     @cached_property
     def target_contents(self) -> dict[str, Any]:
@@ -153,18 +75,6 @@ class Run:
     def cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
         return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
-
-    @cached_property
-    def rows(self) -> Any:
-        """The rows of the data that can be used; `None` where the target writes its own questions."""
-        args = self.args
-        if args.writes_prompts:
-            return None
-        rows, report = load_rows(
-            args, load_tokenizer(args), self.target_config, answered=not args.regenerate, num_proc=args.num_proc
-        )
-        say(report)
-        return rows
 
     def forget(self, stage: str) -> None:
         """
@@ -191,60 +101,6 @@ class Run:
         listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
         ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
 
-    def plan(self) -> None:
-        """
-        Prints what the run will take, and decides whether states are kept. Raises `OSError` where the disk has no room
-        for it, and `ValueError` where a device has too little memory.
-        """
-        args, phases = self.args, list(self.phases.values())
-        num_rows, length = self._size_of_data()
-        self._fit_to_target()
-        measures = self.target_config, self.drafter_config, num_rows, length
-        needs = estimate(args, phases, *measures)
-        if args.cache_features == "auto" and args.features is None:
-            # What extracts states without training is to keep them.
-            keeps = "features" in args.stages and "train" not in args.stages
-            disk = sum(need.disk for need in needs.values())
-            reason = "" if keeps else caching_pays(args, phases, disk, self.folder)
-            args.cache_features = "false" if reason else "true"
-            say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
-            needs = estimate(args, phases, *measures)
-        say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
-        say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
-        if not args.ignore_plan:
-            check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
-
-    def _fit_to_target(self) -> None:
-        """Gives phases what the target decides: the learning rate, and a new drafter's share of the tokens."""
-        config = self.target_config.get_text_config(decoder=True)
-        rates = self.rates(state_width(config))
-        share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
-        for phase in self.phases.values():
-            if rates:
-                has_heads_alone = phase.train_only in ("parallel", "transition")
-                kind = "heads" if has_heads_alone else "new" if self.args.drafter is None else "further"
-                phase.learning_rate = rates[kind]
-            if share < 1 and phase.draft_vocabulary_size is None:
-                phase.draft_vocabulary_size = int(config.vocab_size * share)
-
-    def _size_of_data(self) -> tuple[int, float]:
-        """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
-        args = self.args
-        if args.features is not None:
-            lengths = [length for folder in args.features for length in FeatureDataset(folder).lengths]
-            return len(lengths), sum(lengths) / len(lengths)
-        rows = self.rows
-        if rows is None:
-            return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
-        sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
-        max_length = row_length(args, self.target_config)
-        if args.regenerate:
-            size = size_of_prompts(rows, ANSWER_SHARE * args.max_new_tokens, max_length)
-            return size.num_rows, size.num_tokens / size.num_rows
-        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
-        lengths = row_lengths(encoded) or [0]
-        return len(rows), sum(lengths) / len(lengths)
-
     def run(self) -> None:
         """Runs the stages that are not finished."""
         chosen = [stage for stage in STAGES if stage in self.args.stages]
@@ -252,11 +108,34 @@ class Run:
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
+        pending = [stage for stage in chosen if not self._has_ended(stage)]
+        if self.has_accelerator and not self.args.ignore_plan and {"write", "features", "train"} & {*pending}:
+            try_stages(self, pending)
+        self._keep_options()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
         for number, stage in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {stage}")
             steps.get(stage, partial(self.measure, stage))()
             PartialState().wait_for_everyone()
+
+    def _has_ended(self, stage: str) -> bool:
+        if stage == "train":
+            return all(map(is_there, self.phases.values()))
+        place = (self.work, self.answers.name) if stage == "write" else (self.work / stage,)
+        return Manifest(*place).is_finished
+
+    def _keep_options(self) -> None:
+        """Prints the options, unless they are as before, and keeps them."""
+        path, resolved = self.work / RESOLVED, self.options.resolved()
+        before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+        PartialState().wait_for_everyone()
+        if before == resolved:
+            say(f"options: as before, in {path}")
+            return
+        text = yaml.safe_dump(resolved, sort_keys=False)
+        say(f"options, which {path} keeps:\n{text}")
+        if self.is_main:
+            path.write_text(text, encoding="utf-8")
 
     def _choose_source(self) -> None:
         """Takes the source of states that the run began with, or records it."""
@@ -328,7 +207,6 @@ class Run:
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
-        self._fit_to_target()
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target

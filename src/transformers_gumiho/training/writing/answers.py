@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,28 @@ def regenerate_dataset(
 
     with row_file(output_file, made_from) as file:
         file.write(_longest_first(prompts), begin, engine, "target answers")
-        rows = file.rows()
-        ended = [turn["ended"] for row in rows for turn in row.get("generations", [])]
-        reasons = [row.get("skipped") or row["left_out"] for row in rows if {"skipped", "left_out"} & {*row}]
-        report = f"{len(rows):,} rows with {len(ended):,} answers. Left out: {in_words(reasons)}."
-        if (num_cut := ended.count(False)) > _MANY_CUT * len(ended):
-            report += f" {num_cut / len(ended):.0%} of the answers were cut at a limit: raise `--max_new_tokens`."
-        file.finish(rows, report)
-    if not ended:
+        report, num_answers = _report(file.rows(), settings)
+        file.finish(file.rows(), report)
+    if not num_answers:
         raise UserValueError(f"No row could be answered: {report}")
+
+
+def _report(rows: Iterable[dict[str, Any]], settings: WritingSettings) -> tuple[str, int]:
+    """Returns what became of the rows, and the number of answers."""
+    num_rows, num_answers, reasons, cut = 0, 0, list[str](), Counter[str]()
+    for row in rows:
+        num_rows += 1
+        reasons += [row[name] for name in ("skipped", "left_out") if name in row]
+        for turn in row.get("generations", []):
+            num_answers += 1
+            if not turn["ended"]:
+                is_long = len(turn["answer_ids"]) >= settings.max_new_tokens
+                cut["--max_new_tokens" if is_long else "--max_length"] += 1
+    report = f"{num_rows:,} rows with {num_answers:,} answers. Left out: {in_words(reasons)}."
+    if cut.total() > _MANY_CUT * num_answers:
+        ((option, _),) = cut.most_common(1)
+        report += f" {cut.total() / num_answers:.0%} of the answers were cut at a limit: raise `{option}`."
+    return report, num_answers
 
 
 def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings: WritingSettings) -> Task:

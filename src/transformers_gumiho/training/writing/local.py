@@ -13,20 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from ...commands import UserValueError
 from ...generation.verification.traits import input_device
-from ...internals import CACHE_NAME
+from ...internals import CACHE_NAME, sampling_warpers
 from ..data.budget import within_budget
 from ..data.fingerprint import VOLATILE, model_fingerprint
 from ..data.target_runs import ONE_ROW_EACH, why_not_finite
@@ -276,7 +266,10 @@ def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> tor
     """Returns the tokens `(B,)` that sampling takes from scores `(B, V)` at these random numbers `(B,)` in [0, 1)."""
     tokens = None
     if sampling.further:
-        probs = _warped(scores.float(), sampling).softmax(dim=-1)
+        fields = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        warpers = sampling_warpers(scores.device, **fields, **sampling.further)
+        ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)  # which these do not read
+        probs = warpers(ids, scores.float()).softmax(dim=-1)
     else:
         probs = (scores.float() / sampling.temperature).softmax(dim=-1)
     if not sampling.further and (sampling.top_k or sampling.top_p < 1):
@@ -292,25 +285,3 @@ def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> tor
     places = (reached <= numbers[:, None] * reached[:, -1:]).sum(dim=-1)
     places = places.clamp(max=probs.shape[-1] - 1)[:, None]
     return (places if tokens is None else tokens.gather(1, places))[:, 0]
-
-
-def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Returns scores `(B, V)` as all of a target's warpers leave them, in the order of `generate()`."""
-    further, device = sampling.further, scores.device
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if "top_h" in further:
-        warpers.append(TopHLogitsWarper(top_h=further["top_h"]))
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(top_k=sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p=sampling.top_p))
-    if "min_p" in further:
-        warpers.append(MinPLogitsWarper(min_p=further["min_p"]))
-    if "typical_p" in further:
-        warpers.append(TypicalLogitsWarper(mass=further["typical_p"]))
-    if "epsilon_cutoff" in further:
-        warpers.append(EpsilonLogitsWarper(epsilon=further["epsilon_cutoff"]))
-    if "eta_cutoff" in further:
-        warpers.append(EtaLogitsWarper(epsilon=further["eta_cutoff"], device=str(device)))
-    ids = torch.zeros(len(scores), 0, dtype=torch.long, device=device)  # which these do not read
-    return torch.as_tensor(warpers(ids, scores))

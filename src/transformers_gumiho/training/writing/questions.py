@@ -103,7 +103,7 @@ def synthesize_dataset(
             numbers = range(num_written, num_written + num_batches * together)
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
-            rows = file.rows()
+            rows = list(file.rows())
             useful = _mark_duplicates(rows[:num_written])
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:

@@ -46,7 +46,7 @@ def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]
     file, is_main = RowFile(Path(path).absolute()), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
-            file.rows()  # a user's file is not touched
+            file.lines()  # a user's file is not touched
             begin(file.path, made_from)
         file.collect()
         yield file
@@ -61,31 +61,34 @@ class RowFile:
         number = self.state.process_index
         self.part = path.with_name(f"{path.name}.part{number}") if number else path
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the file in their order; raises `ValueError` where it holds something else."""
+    def lines(self) -> dict[int, bytes]:
+        """Returns the lines of the file by the numbers of their rows; raises `ValueError` for something else."""
         try:
-            found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+            found = {json.loads(line)["row"]: line for line in complete_lines(self.path)}
         except (ValueError, KeyError, TypeError) as error:
             raise UserValueError(
                 f"{str(self.path)!r} holds a line that is damaged, or that this command did not write. Write into "
                 f"another file, or repair this one."
             ) from error
-        return [found[number] for number in sorted(found)]
+        return {number: found[number] for number in sorted(found)}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of the file in their order: as Python's numbers, all tokens would not fit into memory."""
+        yield from map(json.loads, self.lines().values())
 
     def write(self, numbers: Iterable[int], begin: Callable[[int], Task], engine: Engine, description: str) -> None:
         """
         Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
         first one puts them together; behind a server, it writes alone.
         """
-        done, state, num_tokens = self.rows(), self.state, 0
-        there, begin_time = {row["row"] for row in done}, time.perf_counter()
+        there, state, num_tokens, begin_time = self.lines(), self.state, 0, time.perf_counter()
         left = [number for number in numbers if number not in there]
         if engine.batch_size is not None:
             share = [left[state.process_index :: state.num_processes]]
         else:
             starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
             share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
-        is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
+        is_proven, hidden = any("skipped" not in row for row in self.rows()), not state.is_main_process
         with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
             for part in share:
                 for number, row in engine.run(((number, begin(number)) for number in part), is_proven):

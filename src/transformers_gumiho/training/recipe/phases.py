@@ -36,10 +36,10 @@ from ..data.open_text import load_tokenizer
 from ..data.preparation import held_out_numbers
 from ..feature_cache import TARGET_FOLDER
 from .arguments import RecipeArguments
+from .contents import training_contents
+from .options import recipe_of
 from .progress import Bar, Progress, without_mismatches
-from .recipes import RECIPES
-from .records import training_contents
-from .writing import row_length, say
+from .target import row_length, say
 
 
 @dataclass
@@ -74,10 +74,10 @@ class Training:
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
             manifest = Manifest(training_args.output_dir)
-            contents = self.made_from | training_contents(args, training_args, start)
+            contents = self.made_from | training_contents(training_args, start)
             is_longer = _is_longer(manifest, contents, training_args, name)
             PartialState().wait_for_everyone()
-            if not is_longer and _is_there(training_args):
+            if not is_longer and is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
@@ -89,8 +89,8 @@ class Training:
                 trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
-        is_there = any(self.folder.glob("*model*.safetensors"))
-        if trainer is None and is_there and whole.is_finished and whole.made_from == how:
+        has_drafter = any(self.folder.glob("*model*.safetensors"))
+        if trainer is None and has_drafter and whole.is_finished and whole.made_from == how:
             check_files(self.folder, {})
             return
         # There is no trainer where the run was stopped after its last phase.
@@ -102,6 +102,22 @@ class Training:
         trainer.accelerator.wait_for_everyone()
         if is_main:
             whole.write(how, is_finished=True)
+
+    def try_step(self, training_args: GumihoTrainingArguments, num_tokens: int) -> None:
+        """Trains a step of one pass of this many tokens in each process, and keeps nothing."""
+        changes: dict[str, Any] = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
+        changes |= dict.fromkeys(("load_best_model_at_end", "eval_on_start", "linear_start"), False)
+        changes |= {"max_steps": 1, "report_to": [], "disable_tqdm": True, "dataloader_num_workers": 0}
+        changes |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        tried = replace(training_args, **changes)
+        if tried.tokens_per_step is not None:
+            # Rounded lengths, by which rows meet in a step, are larger.
+            tried.tokens_per_step, tried.tokens_per_pass = 2 * num_tokens * tried.world_size, num_tokens
+        trainer = self._trainer("trial", tried, self.args.drafter)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.free_memory()
 
     def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
@@ -196,7 +212,7 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
 
 
-def _is_there(training_args: GumihoTrainingArguments) -> bool:
+def is_there(training_args: GumihoTrainingArguments) -> bool:
     """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
     folder = Path(training_args.output_dir)
     if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
@@ -302,7 +318,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
     names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.drafter is None:
-        return RECIPES[args.recipe].config | given
+        return recipe_of(args)["config"] | given
     with as_user_errors():
         own = GumihoConfig.from_pretrained(args.drafter)
         check_is_trained_here(own)
@@ -310,7 +326,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
         return given
     # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
     new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
-    return RECIPES[args.recipe].config | new | given
+    return recipe_of(args)["config"] | new | given
 
 
 def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:

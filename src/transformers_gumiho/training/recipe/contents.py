@@ -1,4 +1,4 @@
-"""What the results of a run were made from: the options and contents that decide them, by stage and phase."""
+"""What the manifests of a run hold: the options and contents that decide its results, by stage and phase."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from ..data.fingerprint import (
 from ..feature_cache import FeatureDataset
 from ..writing.local import own_settings
 from .arguments import RecipeArguments
-from .writing import generation_config
+from .target import generation_config
 
 
 # What locks a result that is not finished: another value would be another drafter. All else may change: batch sizes of
@@ -76,9 +76,7 @@ def drafter_contents(config: GumihoConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def training_contents(
-    args: RecipeArguments, training_args: GumihoTrainingArguments, start: str | None
-) -> dict[str, Any]:
+def training_contents(training_args: GumihoTrainingArguments, start: str | None) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     values = training_args.to_dict()
     return {name: values[name] for name in _LOCKS_DRAFTER} | {
