@@ -51,11 +51,8 @@ ENTRY = "generate"
 LOADING_STEP = "adjust_generation_fn"
 
 # Name of the cache in the arguments and outputs of models: the same for all models since transformers 5.24.
-CACHE_NAME = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
+_INPUTS_OF_PASSES = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = "cache" if "cache" in _INPUTS_OF_PASSES else "past_key_values"
 
 # Attribute of a compiled function with the original one.
 COMPILED_FROM = "_torchdynamo_orig_callable"
