@@ -87,7 +87,7 @@ def train_target(args: MtpArguments, ids: list[int]) -> None:
         schedule.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"step {step}: loss {float(loss):.2f}", flush=True)
+            print(f"step {step}: loss {loss.item():.2f}", flush=True)
     model.eval().save_pretrained(args.target)
     tokenizer.save_pretrained(args.target)
     write_layer(args, None)
@@ -127,15 +127,15 @@ def write_layer(args: MtpArguments, layer: GumihoModel | None) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def tokens_per_pass(target: PreTrainedModel, drafter: Any, prompts: torch.Tensor, args: MtpArguments) -> float:
-    """Returns the mean over texts that equal those of plain decoding."""
-    num_passes = 0
-    for ids in prompts[:, None]:
-        call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": args.max_new_tokens, "do_sample": False}
-        output = target.generate(ids, **call, assistant_model=drafter, return_dict_in_generate=True)
-        assert output.sequences.equal(target.generate(ids, **call))
+def tokens_per_pass(target: PreTrainedModel, drafter: Any, prompts: torch.Tensor, plain: torch.Tensor) -> float:
+    """Returns the mean over texts, which equal those of plain decoding."""
+    num_new, num_passes = plain.shape[1] - prompts.shape[1], 0
+    call = {"max_new_tokens": num_new, "do_sample": False, "return_dict_in_generate": True}
+    for ids, text in zip(prompts[:, None], plain, strict=True):
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, **call)
+        assert output.sequences[0].equal(text)
         num_passes += len(output.accepted_lengths[0])
-    return (args.max_new_tokens - 1) * len(prompts) / num_passes
+    return (num_new - 1) * len(prompts) / num_passes
 
 
 def main() -> None:
@@ -151,6 +151,9 @@ def main() -> None:
     drafter = GumihoModel.from_pretrained(source, dtype=torch.float32)
     random.seed(1)
     prompts = pieces(ids, 32, args.num_prompts)
+    plain = target.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=args.max_new_tokens, do_sample=False
+    )
     print(f"| {args.kind} | {' | '.join(f'depth {depth}' for depth in args.depths)} |")
     print("|---" * (len(args.depths) + 1) + "|")
     for name, nodes, width in (("chain", None, 1), (f"tree of {args.nodes}", args.nodes, 4)):
@@ -159,7 +162,7 @@ def main() -> None:
             drafter.generation_config.update(
                 tree_depth=depth, num_assistant_tokens=nodes or depth, branching_factor=width, break_even=1.0
             )
-            taus.append(tokens_per_pass(target, drafter, prompts, args))
+            taus.append(tokens_per_pass(target, drafter, prompts, plain))
         print(f"| {name} | {' | '.join(f'{tau:.2f}' for tau in taus)} |", flush=True)
 
 

@@ -29,11 +29,11 @@ for _ in range(2):  # the first round warms up
         outputs[name] = target.generate(**inputs, **settings, assistant_model=assistant)
         seconds[name] = time.perf_counter() - start
 
-plain, drafted = outputs.values()
-length = inputs.input_ids.shape[1]
+(plain, drafted), length = outputs.values(), inputs.input_ids.shape[1]
 print(f"--- prompt\n{prompt}\n--- with the drafter\n{tokenizer.decode(drafted.sequences[0, length:])}\n---")
 print(f"\nthe same tokens as plain generate()  {torch.equal(plain.sequences, drafted.sequences)}")
-lengths = drafted.accepted_lengths[0]
-print(f"tokens per cycle (tau)               {sum(lengths) / len(lengths):.2f}")
+cycles = zip(drafted.accepted_lengths[0], drafted.draft_origins, strict=True)
+lengths = [number for number, origin in cycles if origin == "drafter"]  # it may also have paused
+print(f"tokens per drafted pass (tau)        {sum(lengths) / len(lengths):.2f}")
 for name, output in outputs.items():
     print(f"{name:<36} {len(output.sequences[0, length:]) / seconds[name]:.0f} tokens/s")

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import sys
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
@@ -154,6 +154,7 @@ def reported_in_one_line(program: str) -> Iterator[None]:
 REQUIRED = MISSING
 _NUM_SEEDS = 2**32  # that NumPy takes; PyTorch takes more
 _WIDEST_NAME = 36
+_NOT_GIVEN = object()
 # What an option takes, by the function that reads it; `BOOL` is true or false.
 _VALUES = {int: "N", float: "X", string_to_bool: "BOOL", Path: "FILE"}
 
@@ -178,7 +179,12 @@ def check_limits(args: Any) -> None:
                 raise UserValueError(f"--{item.name} must be at least {smallest}, got {value}.")
 
 
-def parse(
+def parse(kinds: Sequence[type], name: str, words: Sequence[str], summary: str) -> list[Any]:
+    """Returns the options of `gumiho NAME`, an object of each kind. Arguments as in [`read_words`]."""
+    return build(kinds, read_words(kinds, name, words, summary))
+
+
+def read_words(
     kinds: Sequence[type],
     name: str,
     words: Sequence[str],
@@ -187,9 +193,9 @@ def parse(
     usage: str | None = None,
     defaults: Mapping[str, Any] | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
-) -> list[Any]:
+) -> dict[str, Any]:
     """
-    Returns the options of `gumiho NAME`, an object of each kind. An unknown option ends the program with the usage.
+    Returns the values of the options that a command line gives. An unknown option ends the program with the usage.
 
     Args:
         kinds: Dataclasses.
@@ -197,25 +203,36 @@ def parse(
         words: The command line after it.
         summary: What the command does.
         usage: Its most important options. By default those that must be given.
-        defaults: Replace those of the fields.
+        defaults: What `--help` shows in place of the defaults of the fields.
         groups: The options that `--help` shows, by heading; `--help_all` shows the others, too. By default `--help`
             shows all.
     """
     parser = _Parser(kinds, name, summary, usage, groups or {})
     parser.set_defaults(**defaults or {})
-    with as_user_errors():  # of `TrainingArguments`, too
-        *parsed, unknown = parser.parse_args_into_dataclasses(list(words), return_remaining_strings=True)
+    # Filled in before, so that no default takes the place of what is not given.
+    found = Namespace(**{action.dest: _NOT_GIVEN for action in parser.options})
+    _, unknown = parser.parse_known_args(list(words), found)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return {option_name: value for option_name, value in vars(found).items() if value is not _NOT_GIVEN}
+
+
+def build(kinds: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
+    """
+    Returns an object of each kind with these values of its fields. Raises `ValueError` for one that a kind refuses,
+    for an empty one, and for a seed that libraries do not take.
+    """
+    with as_user_errors():  # of `TrainingArguments`, too
+        built = [
+            kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values}) for kind in kinds
+        ]
     # As of a variable that a script has not set: an empty folder would be the one that the script runs in.
-    for item, value in ((item, vars(options)[item.name]) for options in parsed for item in fields(options)):
+    for item, value in ((item, vars(options)[item.name]) for options in built for item in fields(options)):
         if value == "" != item.default:
             raise UserValueError(f"--{item.name} is empty. Give a value, or leave the option out.")
-    for option_name in ("seed", "data_seed"):
-        value = next((vars(options)[option_name] for options in parsed if option_name in vars(options)), None)
-        if not 0 <= (value or 0) < _NUM_SEEDS:
-            raise UserValueError(f"--{option_name} must be from 0 to {_NUM_SEEDS - 1}, got {value}.")
-    return parsed
+        if item.name in ("seed", "data_seed") and not 0 <= (value or 0) < _NUM_SEEDS:
+            raise UserValueError(f"--{item.name} must be from 0 to {_NUM_SEEDS - 1}, got {value}.")
+    return built
 
 
 class _Parser(HfArgumentParser):

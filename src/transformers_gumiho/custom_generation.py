@@ -1,13 +1,14 @@
 """Entry points for the code in folders that `gumiho attach` writes, and in repositories of drafters."""
 
 import types
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from transformers import PreTrainedModel
 
 from .commands import UserValueError
 from .generation.attach import attached_drafter, generate_where_possible, named_drafter
-from .internals import passes_all_arguments
+from .internals import ARGUMENTS_OF_GENERATE
 
 
 def generate(model: PreTrainedModel, **kwargs: Any) -> NoReturn:
@@ -19,7 +20,13 @@ def generate(model: PreTrainedModel, **kwargs: Any) -> NoReturn:
 
 
 def generate_attached(
-    drafter: str, /, *args: Any, model: PreTrainedModel, record_in: str | None = None, **kwargs: Any
+    drafter: str,
+    /,
+    *args: Any,
+    model: PreTrainedModel,
+    record_in: str | None = None,
+    recording: Mapping[str, float] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """
     Generates with a drafter where that is possible, and else plainly. Folders that `gumiho attach` writes call this.
@@ -29,12 +36,15 @@ def generate_attached(
         *args, **kwargs: The arguments of `generate()`.
         model: The target.
         record_in: The folder of a recording, which the first call begins.
+        recording: Its `max_gigabytes` and `share`, as in `record`.
     """
     if record_in is not None:
         from .training.recording import record_once
 
-        record_once(model, record_in)
-    if kwargs.get("assistant_model") is None and passes_all_arguments(kwargs):
+        record_once(model, record_in, **recording or {})
+    # `generate(custom_generate=...)` passes `None` for what was not given.
+    passes_all = kwargs.keys() >= {*ARGUMENTS_OF_GENERATE} - {"custom_generate"}
+    if passes_all and kwargs["assistant_model"] is None:
         del kwargs["assistant_model"]
     # Not `model.generate`, which is the `generate` of this folder.
     plain = types.MethodType(type(model).generate, model)

@@ -15,17 +15,19 @@ from .commands import UserError, UserFileNotFoundError, UserOSError, UserValueEr
 
 # The arguments of `from_pretrained` that say where files are.
 PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+_ALL = "*"  # a pattern
 # What models and tokenizers are loaded from, beside weights, by the end of the name: a JSON object each.
 _OBJECTS = ("config.json", "index.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json")
 
 
 @contextmanager
 def damaged_files_named(
-    name_or_path: Any, options: Mapping[str, Any] | None = None, names: str = "*"
+    name_or_path: Any, options: Mapping[str, Any] | None = None, names: str = _ALL
 ) -> Iterator[None]:
     """
     Raises [`UserOSError`] where something fails within this, and a file of the model is damaged: libraries take
-    whatever they find for what they expect. `options` are the arguments of `from_pretrained`, `names` a pattern.
+    whatever they find for what they expect. So it does for a name that is no folder, and that the Hub does not have,
+    unless `names`, a pattern, asks for some files alone. `options` are the arguments of `from_pretrained`.
     """
     try:
         yield
@@ -33,11 +35,14 @@ def damaged_files_named(
         raise
     except Exception as error:
         check_files(name_or_path, options or {}, names, error)
+        if isinstance(error, OSError) and names == _ALL and not os.path.exists(str(name_or_path)):
+            said = " ".join(str(error).split())
+            raise UserOSError(f"There is no folder {str(name_or_path)!r}, and the Hub gave none: {said}") from error
         raise
 
 
 def check_files(
-    name_or_path: Any, options: Mapping[str, Any], names: str = "*", cause: Exception | None = None
+    name_or_path: Any, options: Mapping[str, Any], names: str = _ALL, cause: Exception | None = None
 ) -> None:
     """Raises [`UserOSError`] for the first file of a model, on this machine, that is damaged."""
     place = Path(str(name_or_path), options.get("subfolder") or "")

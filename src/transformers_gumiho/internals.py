@@ -8,18 +8,15 @@ libraries can break only this file, and `tests/unit/test_internals.py` shows wha
 import copy
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_map as map_tree  # noqa: F401
 from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers import masking_utils as _masking
 from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping as register_checkpoint_conversion_mapping,
 )
@@ -28,7 +25,8 @@ from transformers.generation import GenerationMixin
 from transformers.integrations import sdpa_attention as _sdpa
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
-from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import use_gqa_in_sdpa as use_gqa_in_sdpa
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     eager_mask,
@@ -53,26 +51,24 @@ ENTRY = "generate"
 LOADING_STEP = "adjust_generation_fn"
 
 # Name of the cache in the arguments and outputs of models: the same for all models since transformers 5.24.
-CACHE_NAME = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
+_INPUTS_OF_PASSES = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = "cache" if "cache" in _INPUTS_OF_PASSES else "past_key_values"
 
 # Attribute of a compiled function with the original one.
 COMPILED_FROM = "_torchdynamo_orig_callable"
-
-_CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
+# Whether PyTorch's fused attention on CPUs reads grouped keys and values.
+CPU_ATTENTION_READS_GROUPS = is_torch_greater_or_equal("2.9")
+# Whether transformers' `sdpa` function folds the heads of a group for single queries: since 5.23.
+PACKS_SINGLE_QUERIES = hasattr(_sdpa, "pack_gqa")
 
 # transformers' own function for `sdpa`.
 SDPA_ATTENTION: Callable[..., Any] = sdpa_attention_forward
 # transformers' own attention functions that take no dense mask. They compute what its `sdpa` function computes.
 UNMASKED_ATTENTION: tuple[Callable[..., Any], ...] = (flash_attention_forward, flex_attention_forward)
 # Implementations that transformers itself registers such functions for, by the start of their names.
-_UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
+UNMASKED_IMPLEMENTATIONS = ("flash_attention_", "flex_attention")
 # transformers' own functions that make masks for `sdpa`, for `eager` attention, and for the functions above.
-SDPA_MASK: Callable[..., Any] = sdpa_mask
-EAGER_MASK: Callable[..., Any] = eager_mask
+SDPA_MASK, EAGER_MASK = sdpa_mask, eager_mask
 PADDING_MASKS: tuple[Callable[..., Any], ...] = (flash_attention_mask, flex_attention_mask)
 
 # Private names that subclasses in this package override, by the class that defines them.
@@ -123,32 +119,9 @@ def extend_generation_step(name: str, hook: Callable[..., Any]) -> None:
 STEPS_OF_LOOP = (
     "_update_model_kwargs_for_generation", "_has_unfinished_sequences", "_optimize_model_for_decode",
 )  # fmt: skip
-# Classes of transformers whose update step hands on what the next pass reads: sound, or the number of the step.
-READ_PER_TOKEN = ("Moshi", "Qwen2_5OmniTalker", "Qwen3OmniMoeTalker", "VoxtralRealtime")
-# Packages whose code in a pass counts as transformers' own: those around it, and those that it puts into its models
-# itself (layers of quantized weights, kernels of recurrent layers, towers for images).
-KNOWN_PACKAGES = frozenset(sys.stdlib_module_names) | {
-    "accelerate", "peft", "torch", "transformers", "transformers_gumiho",
-    "aqlm", "auto_round", "bitsandbytes", "causal_conv1d", "compressed_tensors", "detectron2", "eetq", "fla", "flute",
-    "fouroversix", "fp_quant", "gptqmodel", "hqq", "mamba_ssm", "mambapy", "optimum", "quark", "sinq", "spqr_quant",
-    "timm", "torchao", "vptq", "xlstm",
-}  # fmt: skip
-# Files whose functions all targets run for masks and attention.
-FILES_OF_ATTENTION = (_masking, _sdpa)
-
 
 # In the order of the signature.
-_ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
-
-
-def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call of `generate()` by their names."""
-    return dict(zip(_ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
-
-
-def passes_all_arguments(kwargs: dict[str, Any]) -> bool:
-    """Whether these come from `generate(custom_generate=...)`, which passes `None` for what was not given."""
-    return kwargs.keys() >= {*_ARGUMENTS_OF_GENERATE} - {"custom_generate"}
+ARGUMENTS_OF_GENERATE = list(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
 
 
 def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -156,7 +129,7 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
     Returns the generation config of a call without an assistant, with these arguments by name, and the arguments that
     choose the decoding method. `generate()` prepares both itself, too late to choose an assistant.
     """
-    settings = {name: value for name, value in given.items() if name not in _ARGUMENTS_OF_GENERATE}
+    settings = {name: value for name, value in given.items() if name not in ARGUMENTS_OF_GENERATE}
     settings.pop("trust_remote_code", None)
     streamer, synced_gpus = given.get("streamer"), given.get("synced_gpus")
     mode_kwargs = target._extract_generation_mode_kwargs(None, settings, synced_gpus, None, streamer)
@@ -166,8 +139,7 @@ def prepared_request(target: PreTrainedModel, given: dict[str, Any]) -> tuple[Ge
 
 def default_settings() -> dict[str, Any]:
     """Returns the generation settings of calls where neither the caller nor the target gives any."""
-    settings: dict[str, Any] = GenerationConfig._get_default_generation_params()
-    return settings
+    return dict(GenerationConfig._get_default_generation_params())
 
 
 def given_in_call(target: PreTrainedModel, generation_config: GenerationConfig, name: str) -> Any:
@@ -204,6 +176,12 @@ def is_callers_cache(cache: Any) -> bool:
     return bool(getattr(cache, "_is_user_defined", not _MARKS_CACHES))
 
 
+def sampling_warpers(device: torch.device, **settings: Any) -> Any:
+    """Returns what `generate()` does to the scores of sampled tokens by these fields of a generation config."""
+    config = GenerationConfig(do_sample=True, **settings)
+    return GenerationMixin()._get_logits_processor(config, input_ids_seq_length=0, device=device)
+
+
 def pad_token_id(generation_config: GenerationConfig) -> int | None:
     """Returns the token that `generate()` pads with, which it stores only as a tensor on the prepared config."""
     token = generation_config._pad_token_tensor
@@ -237,26 +215,14 @@ def keeps_dynamic_cache(target: PreTrainedModel) -> bool:
     return bool(target._supports_default_dynamic_cache())
 
 
-def weights_version(target: PreTrainedModel) -> list[tuple[int, int | None]]:
-    """Returns what changes when the weights of a target are replaced or written in place."""
-    # Of a parameter that is split over processes, this process's part has an address.
-    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in target.parameters())
-    return [(part.data_ptr(), version_of(part)) for part in parts]
-
-
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns the attention implementation of layers with this config."""
     return config._attn_implementation
 
 
-def adopt_attention_implementation(config: PreTrainedConfig, other: PreTrainedConfig) -> None:
-    """Copies the attention implementation of `other` to `config`, a nested one without a submodel of its own."""
-    config._attn_implementation = other._attn_implementation
-
-
-def adopt_eager_attention(config: PreTrainedConfig) -> None:
-    """Makes layers with this config compute eager attention, the only one that some have."""
-    config._attn_implementation = "eager"
+def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
+    """Sets the attention implementation of layers with this config, a nested one without a submodel of its own."""
+    config._attn_implementation = name
 
 
 def supports_sdpa(target: Any) -> bool:
@@ -264,43 +230,15 @@ def supports_sdpa(target: Any) -> bool:
     return bool(target._supports_sdpa)
 
 
-def registered_attention(implementation: str) -> Callable[..., Any] | None:
+def registered_attention(implementation: str) -> Any:
     """Returns the attention function that is registered for all models, if any."""
-    function: Callable[..., Any] | None = AttentionInterface._global_mapping.get(implementation)
-    return function
+    return AttentionInterface._global_mapping.get(implementation)
 
 
-def attention_file(kind: type) -> Any:
-    """Returns the module that looks up attention functions for a class or a base of it, if any."""
-    # Except the module that defines the functions.
-    names = [base.__module__ for base in kind.__mro__ if base.__module__ != AttentionInterface.__module__]
-    files = (sys.modules.get(name) for name in names)
-    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
-
-
-def attention_of_layers(kind: type, implementation: str) -> Callable[..., Any] | None:
-    """Returns the function that layers of a class look up by this name; `None` for `eager` if none is registered."""
-    # An entry of the object that they ask goes before a registered function.
-    function: Callable[..., Any] | None = attention_file(kind).ALL_ATTENTION_FUNCTIONS.get(implementation)
-    return function
-
-
-def is_unmasked_implementation(implementation: str) -> bool:
-    """Whether transformers itself registers a function that takes no dense mask under this name."""
-    return implementation.startswith(_UNMASKED_IMPLEMENTATIONS)
-
-
-def mask_function(implementation: str) -> Callable[..., Any] | None:
+def mask_function(implementation: str) -> Any:
     """Returns the function that makes masks for attention of this name, if any is registered."""
-    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
-        return None
-    function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    return function
-
-
-def eager_attention(kind: type) -> Any:
-    """Returns the function that layers of a class call with `eager` attention, if any."""
-    return getattr(attention_file(kind), "eager_attention_forward", None)
+    is_registered = implementation in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation] if is_registered else None
 
 
 # Functions that mixers call by these names in their files, for several tokens that follow a state: a short
@@ -313,21 +251,6 @@ READS_OF_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state",
 COUNT_OF_SLOTS = "get_query_offset"
 
 
-def attention_reads_groups(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether transformers' `sdpa` function passes grouped keys and values to PyTorch without repeating them."""
-    return bool(use_gqa_in_sdpa(mask, key, value))
-
-
-def packs_single_queries() -> bool:
-    """Whether transformers' `sdpa` function folds the heads of a group for single queries: since 5.23."""
-    return hasattr(_sdpa, "pack_gqa")
-
-
-def cpu_attention_reads_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether PyTorch's fused attention on CPUs reads grouped keys and values, if all heads have the same width."""
-    return _CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
-
-
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Returns what `module.modules()` does, in another order and sooner: each call of `generate()` reads them all."""
     found, known = [module], {module}
@@ -336,19 +259,6 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
         known.update(new)
         found += new
     return found
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Returns a context in which a model is in eval mode, where it draws no random numbers."""
-    training = [module for module in modules_of(model) if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def runs_as_defined(module: nn.Module) -> bool:
@@ -425,16 +335,14 @@ def drive_one_device(args: Any) -> None:
     args._n_gpu = min(args.n_gpu, 1)
 
 
-@contextmanager
-def gradients_of_pass(accelerator: Any, model: Any, is_last: bool) -> Iterator[None]:
+def gradients_of_pass(accelerator: Any, model: Any, is_last: bool) -> AbstractContextManager[None]:
     """
-    Within this, gradients of a pass are added to those of the step. Processes exchange them in the last pass; with
-    DeepSpeed in each one, and it updates the weights in the last.
+    Returns a context in which gradients of a pass are added to those of the step. Processes exchange them in the last
+    pass; with DeepSpeed in each one, and it updates the weights in the last.
     """
     accelerator.gradient_state._set_sync_gradients(is_last)
-    waits = is_last or accelerator.distributed_type == "DEEPSPEED"
-    with nullcontext() if waits else accelerator.no_sync(model):
-        yield
+    exchanges = is_last or accelerator.distributed_type == "DEEPSPEED"
+    return nullcontext() if exchanges else accelerator.no_sync(model)
 
 
 def note_best_metric(trainer: Any, metrics: dict[str, float], trial: Any) -> bool:

@@ -316,24 +316,6 @@ def test_a_rope_switch_in_reach_decodes_plainly(caplog: pytest.LogCaptureFixture
     assert decode(target, max_new_tokens=10)[0] < 10
 
 
-def test_an_explicit_call_within_an_attached_one_is_still_refused(pair: Pair) -> None:
-    target, drafter = pair
-    attach(target, drafter)
-    refused: list[str] = []
-
-    class Calling(Calls):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if not self.lengths:
-                with pytest.raises(ValueError, match="ask for `beam_search`"):
-                    target.generate(**PROMPT, **SETTINGS, num_beams=2, assistant_model=drafter)
-                refused.append("once")
-            return super().__call__(input_ids, scores)
-
-    num_passes = decode(target, logits_processor=[Calling()])[0]
-    assert refused == ["once"]
-    assert num_passes < 24
-
-
 def test_wrapped_models_are_the_models_inside(pair: Pair) -> None:
     target, drafter = pair
     num_plain, plain = decode(target)

@@ -24,12 +24,11 @@ from block import (
 )
 from chains import CHAIN_FAMILIES, RECURRENT_FAMILIES, make_chain_target
 from draft_trees import Trees, paths_of
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from targets import equals_plain, make_prompts, make_target
 from transformers import PreTrainedModel, cache_utils
 
-from transformers_gumiho import DraftingSettings, GumihoModel, attached
+from transformers_gumiho import DraftingSettings, GumihoModel
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
@@ -251,38 +250,6 @@ def test_the_layers_states_of_a_prompt_are_read_pass_by_pass(
     assert widths[:4] == [4, 4, 4, 2]
     assert max(widths) <= drafter.config.max_draft_depth + 1
     assert found.accepted_lengths == expected.accepted_lengths
-
-
-def test_the_next_turn_goes_on_from_the_returned_cache(target: PreTrainedModel, tmp_path: Path) -> None:
-    _, drafter = make(tmp_path, "zlab_sliding")
-    inputs, turns = prompts(7), []
-    for assistant in ({}, {"assistant_model": drafter}):
-        call = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
-        first = target.generate(**inputs, **call, **assistant)
-        question = torch.cat((first.sequences, inputs["input_ids"][:, :3]), dim=1)
-        cache = {CACHE_NAME: getattr(first, CACHE_NAME)}
-        turns.append(target.generate(question, attention_mask=torch.ones_like(question), **cache, **call, **assistant))
-    assert torch.equal(turns[0].sequences, turns[1].sequences)
-    assert turns[1].accepted_lengths
-
-
-def test_a_target_with_an_adapter(tmp_path: Path) -> None:
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    torch.manual_seed(0)
-    adapted = get_peft_model(make_block_target(), config).eval()
-    _, drafter = make(tmp_path, "deepspec_dspark")
-    equals_plain(adapted, drafter, **prompts(7, 4), max_new_tokens=16)
-    with adapted.disable_adapter():
-        equals_plain(adapted, drafter, **prompts(7), max_new_tokens=16, do_sample=True)
-
-
-def test_a_drafter_is_given_by_its_folder(target: PreTrainedModel, tmp_path: Path) -> None:
-    make(tmp_path, "jetspec")
-    assert equals_plain(target, str(tmp_path), **prompts(6)).accepted_lengths
-    with attached(target, tmp_path) as drafter:
-        assert drafter.config.converted_from == str(tmp_path)
-        output = target.generate(**prompts(6), max_new_tokens=4, return_dict_in_generate=True)
-    assert output.accepted_lengths
 
 
 class MuseHead(BlockDrafter):

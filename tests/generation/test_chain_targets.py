@@ -1,8 +1,7 @@
 """Targets that cannot verify a tree verify chains, by their own pass over their own cache, and write the same text."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from chains import (
     CHAIN_FAMILIES,
     INEXACT_FAMILIES,
     PARTLY_EXACT_FAMILIES,
+    assert_same_cache,
     both,
     draft_rate,
     make_chain_drafter,
@@ -20,7 +20,7 @@ from chains import (
 )
 from pretend_device import pretending
 from streamers import Recorder
-from targets import make_prompts, passes_of
+from targets import make_prompts, passes_of, reading
 from tiny_configs import small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -80,21 +80,6 @@ def test_without_padding(family: str) -> None:
         both(target, BATCH)
 
 
-def entries(cache: Any) -> list[torch.Tensor]:
-    """Returns all that a cache holds."""
-
-    def tensors(value: Any) -> list[torch.Tensor]:
-        if isinstance(value, torch.Tensor):
-            return [value]
-        if isinstance(value, (dict, list, tuple)):
-            return [
-                tensor for item in (value.values() if isinstance(value, dict) else value) for tensor in tensors(item)
-            ]
-        return []
-
-    return [tensor for layer in cache.layers for tensor in tensors(vars(layer))]
-
-
 @pytest.mark.parametrize(
     ("family", "lengths"),
     [
@@ -108,8 +93,7 @@ def test_returned_cache_is_that_of_plain_decoding(family: str, lengths: list[int
     # Rows end at different tokens, and padding goes through those that have ended.
     target.generation_config.eos_token_id = [int(first[0, -20])]
     plain, drafted = both(target, lengths, max_new_tokens=40)
-    assert len(entries(plain[CACHE_NAME])) >= 4
-    torch.testing.assert_close(entries(drafted[CACHE_NAME]), entries(plain[CACHE_NAME]), rtol=1e-4, atol=1e-4)
+    assert_same_cache(drafted[CACHE_NAME], plain[CACHE_NAME])
     if len(lengths) > 1:
         return
     target.generation_config.eos_token_id = None
@@ -133,9 +117,10 @@ def test_returned_fields(family: str, lengths: list[int]) -> None:
         torch.testing.assert_close(getattr(drafted, name), getattr(plain, name), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["zaya", "kimi_linear"])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
-def test_processors_criteria_and_streamers(lengths: list[int]) -> None:
-    target = make_chain_target("zaya")
+def test_processors_criteria_and_streamers(lengths: list[int], family: str) -> None:
+    target = make_chain_target(family)
     for do_sample in (False, True):
         streamer = Recorder()
         settings: dict[str, Any] = {
@@ -164,17 +149,6 @@ def test_passes_of_the_target(family: str, wrong_every: int) -> None:
     num_cycles = len(drafted.accepted_lengths[0])
     assert num_cycles < 60
     assert passes - 1 <= 1.1 * num_cycles  # the prompt is no cycle
-
-
-@contextmanager
-def reading(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Notes how many tokens each pass reads."""
-    read: list[int] = []
-    handle = target.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield read
-    handle.remove()
 
 
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
@@ -337,7 +311,7 @@ def test_kernels_that_take_16_bits_alone() -> None:
 
 
 def test_what_was_measured_holds_for_what_was_measured(calls_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict depends on the very target, its config, dtype and device, and where it failed on its weights."""
+    """A verdict depends on the very target, its config, dtype and device. NaN is no verdict."""
     measured = calls_of(trial, "_try")
     monkeypatch.setattr(trial, "MAX_VERDICTS", 1)
 
@@ -360,11 +334,8 @@ def test_what_was_measured_holds_for_what_was_measured(calls_of: Any, monkeypatc
     weights = target.get_output_embeddings().weight
     target.config.vocab_size, healthy = 22, weights.data.clone()
     weights.data.fill_(torch.nan)
-    for num_trials in (1, 0):
-        measured.clear()
-        with pytest.raises(ValueError, match="relative error nan"):
-            check(target)
-        assert len(measured) == num_trials
+    with pytest.raises(ValueError, match="computes NaN"):
+        check(target)
     with torch.no_grad():
         weights.copy_(healthy)
     assert (check(target), check(target)) == (1, 0)

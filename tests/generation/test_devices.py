@@ -21,8 +21,9 @@ from transformers_gumiho.generation import attach, token_choice
 from transformers_gumiho.generation.observers import GenerationObserver, observing
 from transformers_gumiho.generation.tree import walk
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
-from transformers_gumiho.generation.verification.placement import accelerators_of, drafter_device, input_device
 from transformers_gumiho.generation.verification.target_memory import memory_of
+from transformers_gumiho.generation.verification.traits import drafter_device, input_device
+from transformers_gumiho.tools.measuring.timing import accelerators_of
 from transformers_gumiho.training import GumihoTrainer, Sampling
 from transformers_gumiho.training.writing.local import draw
 

@@ -12,11 +12,10 @@ from targets import equals_plain, make_prompts
 from trained_pair import load_language_model, load_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, pipeline
 
-from transformers_gumiho import DraftingSettings, GumihoModel, attached
+from transformers_gumiho import DraftingSettings, GumihoModel
 from transformers_gumiho.generation.drafting.candidate_generator import estimate_break_even
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.internals import compile_on_every_device
-from transformers_gumiho.tools.serving_folder import AttachArguments, write_served_target
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -125,20 +124,6 @@ def test_tokens_of_the_output_head_belong_to_the_weights(target: PreTrainedModel
         ValueError, match=rf"has 1 tokens that the drafter's own output head .* such as {missing}\. It"
     ):
         drafted()
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_head_is_given_by_its_folder(kind: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", make_head(**KINDS[kind]))
-    assert max(equals_plain(target, str(folder), **prompts(6)).accepted_lengths[0]) >= 1
-    with attached(target, folder) as drafter:
-        assert drafter.config.converted_from == str(folder)
-        assert hasattr(
-            target.generate(**prompts(6), max_new_tokens=4, return_dict_in_generate=True), "accepted_lengths"
-        )
-    target.save_pretrained(tmp_path / "target")
-    served = write_served_target(AttachArguments(str(tmp_path / "target"), str(folder), str(tmp_path / "served")))
-    assert f"drafts with {folder}" in served
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

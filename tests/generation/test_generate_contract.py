@@ -253,11 +253,6 @@ def test_inputs_embeds(pair: Pair) -> None:
     equals_plain(target, drafter, inputs_embeds=embeds)
 
 
-def test_learned_positions_up_to_the_last_one() -> None:
-    model = make_target("gpt2")
-    equals_plain(model, make_drafter(model), lengths=[20], max_new_tokens=96 - 20)
-
-
 def test_learned_positions_that_end_before_the_longest_text_would() -> None:
     model = make_target("gpt2")
     settings = {"max_new_tokens": 200, "stopping_criteria": [StopsAfterPattern(94, 1)]}

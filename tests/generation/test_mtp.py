@@ -67,8 +67,9 @@ def expected_scores(target: MtpTarget, text: list[int], paths: list[tuple[int, .
 @pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_every_tree_of_a_text_is_the_oracles(model_type: str, tmp_path: Path) -> None:
     target = make_mtp_target(model_type, tmp_path)
+    drafter = load(target)
     with observing(seen := Trees()):
-        output = equals_plain(target.model, load(target), **prompts(9), max_new_tokens=10)
+        output = equals_plain(target.model, drafter, **prompts(9), max_new_tokens=10)
     text, end = output.sequences[0].tolist(), 9
     for tree, num_accepted in zip(seen.trees, output.accepted_lengths[0], strict=True):
         nodes = [(tree.ancestors[0, node].nonzero()[1:, 0], node) for node in range(1, tree.tokens.shape[1])]
@@ -81,6 +82,12 @@ def test_every_tree_of_a_text_is_the_oracles(model_type: str, tmp_path: Path) ->
         assert (int(best),) in paths or len(text) - end == 2
         end += num_accepted
     assert len(seen.trees) > 2
+    # It is saved by the names in memory, which trainers read.
+    drafter.save_pretrained(tmp_path / "saved")
+    saved, states = load_file(tmp_path / "saved" / "model.safetensors"), drafter.state_dict()
+    assert saved.keys() == states.keys()
+    read = GumihoModel.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    assert all(tensor.equal(read[name]) for name, tensor in states.items())
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -191,6 +198,19 @@ def test_only_the_files_with_the_layer_are_read(target: MtpTarget, tmp_path: Pat
     assert all(tensor.equal(found[name].float()) for name, tensor in wanted.items())
 
 
+def test_of_several_layers_the_first_one_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = make_mtp_target("mimo_v2_flash", tmp_path)
+    wanted = load(target).state_dict()
+    others = {name.replace("mtp.layers.0", "mtp.layers.1"): -target.tensors[name] for name in target.added}
+    save_file(target.tensors | others, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.1, "do_sample": true}')
+    drafter = load(target)
+    assert all(tensor.equal(wanted[name]) for name, tensor in drafter.state_dict().items())
+    assert "has 2 MTP layers. The first one drafts all tokens" in caplog.text
+    # The target's settings are not the drafter's.
+    assert drafter.generation_config.temperature != 0.1
+
+
 @pytest.mark.parametrize("per", ["block", "row", "matrix"])
 def test_eight_bits_are_multiplied_by_their_scales(per: str, tmp_path: Path) -> None:
     target = make_mtp_target("deepseek_v3", tmp_path)
@@ -229,6 +249,8 @@ def change(target: MtpTarget, folder: Path, what: str) -> None:
     elif what == "other head":
         tensors[f"{prefix}shared_head.head.weight"] = torch.randn(VOCAB_SIZE, 32)
     shutil.copy(target.folder / "config.json", folder)
+    if what == "own embedding":
+        write_config(folder, mtp_use_dedicated_embeddings=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -240,6 +262,7 @@ def change(target: MtpTarget, folder: Path, what: str) -> None:
         ("transposed", r"further.*original(.|\n)*wrong shape: fc.weight is \(64, 32\), expected \(32, 64\)"),
         ("missing", r"further.*original(.|\n)*missing: .*self_attn.o_proj.weight"),
         ("no layer", "is not a Gumiho drafter.*target with MTP layers"),
+        ("own embedding", r"a token embedding of their own \(`mtp_use_dedicated_embeddings`\)"),
         ("other head", "came with an output head that is not the target's"),
     ],
 )

@@ -14,7 +14,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
@@ -27,7 +27,7 @@ from transformers_gumiho import attach, attached
 from transformers_gumiho.generation.verification.ownership import foreign_code
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.generation.verification.trial import check_multi_token_decode
-from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
+from transformers_gumiho.internals import CACHE_NAME, set_attention_implementation
 
 
 Function = Callable[..., tuple[torch.Tensor, None]]
@@ -313,23 +313,13 @@ def test_windows_that_begin_in_a_longer_text_are_noticed(size: int, mask: Any, r
         target.generate(**make_prompts([6]), assistant_model=drafter)
 
 
-@pytest.mark.parametrize("num_tokens", [20, 60])
-def test_layers_that_treat_large_passes_in_another_way(num_tokens: int) -> None:
-    target = make_target(num_layers=3)
-    plain = target.model.layers[1].forward
-    target.model.layers[1].forward = lambda states, **kwargs: plain(
-        states * (1 + 0.1 * (num_tokens < states.shape[1] < 70)), **kwargs
-    )
-    check_text(target)
-
-
 def test_layers_of_their_own(register: Callable[..., None]) -> None:
     """One layer has another function than the others."""
     register("clipped", clipped, sdpa_mask)
     target = make_target(num_layers=3)
     attention = target.model.layers[1].self_attn
     attention.config = type(target.config).from_dict(target.config.to_dict())
-    adopt_attention_implementation(attention.config, LlamaConfig(attn_implementation="clipped"))
+    set_attention_implementation(attention.config, "clipped")
     check_text(target)
 
 
@@ -372,7 +362,7 @@ def test_another_program_that_shadows_a_kernel(name: str, on_instance: bool, reg
     target, drafter, prompts = make_target(num_layers=3), make_drafter(make_target(num_layers=3)), make_prompts([6, 4])
     with attached(target, drafter):
         register(name, theirs, flash_attention_mask, on_instance)
-        adopt_attention_implementation(target.config, LlamaConfig(attn_implementation=name))
+        set_attention_implementation(target.config, name)
         plain = target.generate(**prompts, max_new_tokens=9, do_sample=False, assistant_model=None)
         with pytest.raises(ValueError, match=f"{name}': another program has put a function of its own in its place"):
             target.generate(**prompts, assistant_model=drafter)

@@ -1,6 +1,5 @@
 """`prompt_lookup_num_tokens` with a Gumiho assistant: the same texts, in fewer passes where they repeat themselves."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,17 @@ import pytest
 import torch
 from chains import make_chain_drafter, make_chain_target
 from draft_trees import Trees
-from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target, plain_and_drafted
+from targets import equals_plain, make_drafter, make_pair, make_prompts, make_target
 from torch._dynamo.utils import counters
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.drafting.context_drafts import ContextDrafts
 from transformers_gumiho.generation.drafting.drafter import GumihoDrafter
 from transformers_gumiho.generation.observers import observing
-from transformers_gumiho.internals import CACHE_NAME, compile_on_every_device
+from transformers_gumiho.internals import compile_on_every_device
 
 
 LOOKUP = {"prompt_lookup_num_tokens": 12, "max_matching_ngram_size": 3}
-SHORT = LOOKUP | {"prompt_lookup_num_tokens": 5}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
@@ -60,83 +57,6 @@ def test_trees_reach_deeper_than_the_drafter_and_hold_no_token_twice() -> None:
             assert len(pairs) == num_nodes - 1
     longest = drafter.config.max_draft_depth + 1
     assert max(map(max, output.accepted_lengths)) > longest, "more than the drafter drafts, and the bonus token"
-
-
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.2}], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_is_copied_is_drafted_in_runs_without_the_drafter(
-    family: str, sampling: dict[str, Any], calls_of: Any
-) -> None:
-    target, drafter = make_pair(family, seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
-    calls = calls_of(GumihoDrafter, "draft")
-    with observing(trees := Trees()):
-        equals_plain(target, drafter, drafted=SHORT, lengths=[9], max_new_tokens=100, **sampling)
-    sizes = [tree.tokens.shape[1] - 1 for tree in trees.trees]
-    assert {10, 20} <= set(sizes), "random targets repeat themselves: twice as many, and at most four times"
-    last = [size for size in sizes if size < 9]
-    assert sizes[len(sizes) - len(last) :] == last, "only trees at the end of the text are smaller"
-    assert max(sizes) <= 20
-    assert sizes.count(9) <= len(calls) <= sizes.count(9) + len(last), "trees have nine tokens, and runs more"
-
-
-@pytest.mark.parametrize("shapes", [{}, STATIC], ids=["growing", "static"])
-def test_runs_end_with_the_text_and_are_those_of_a_text_alone(shapes: dict[str, Any]) -> None:
-    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
-    for lengths, max_new_tokens in (([9], 61), ([9], 67), ([9], 73), ([9, 9], 73)):
-        arguments: dict[str, Any] = {**make_prompts(lengths), "max_new_tokens": max_new_tokens}
-        with observing(trees := Trees()):
-            drafted = equals_plain(target, drafter, drafted=SHORT | shapes, **arguments)
-        num_tokens, has_runs = 1, False
-        for tree, accepted in zip(trees.trees, drafted.accepted_lengths[0], strict=True):
-            if (num_drafted := tree.tokens.shape[1] - 1) > 9:
-                has_runs = True
-                assert num_tokens + num_drafted < max_new_tokens, "the pass chooses a token, too"
-            num_tokens += accepted
-        assert has_runs == (len(lengths) == 1 and not shapes)
-
-
-def test_chains_have_no_runs_and_a_drafter_reads_what_it_missed_before_it_is_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = make_target("llama", seed=3, num_layers=3)
-
-    def sizes(branching_factor: int) -> list[int]:
-        drafter = make_drafter(target, num_assistant_tokens=9, branching_factor=branching_factor)
-        with observing(trees := Trees()):
-            equals_plain(target, drafter, drafted=SHORT, lengths=[9], max_new_tokens=120)
-        return [tree.tokens.shape[1] - 1 for tree in trees.trees]
-
-    def longest_rest(sizes: list[int]) -> int:
-        return max(len(list(group)) for is_run, group in itertools.groupby(sizes, lambda size: size > 9) if is_run)
-
-    assert max(sizes(branching_factor=1)) <= 9
-    assert longest_rest(sizes(branching_factor=3)) > 2
-    monkeypatch.setattr(candidate_generator, "_MAX_UNREAD_TOKENS", 12)
-    assert longest_rest(sizes(branching_factor=3)) == 2, "after 6 tokens, and after 11 more"
-
-
-def test_a_run_in_which_the_text_ends_or_turns_is_that_of_plain_decoding() -> None:
-    target, drafter = make_pair("llama", seed=3, num_layers=3, num_assistant_tokens=9, branching_factor=3)
-    text = target.generate(**make_prompts([9]), max_new_tokens=100, do_sample=False)[0]
-
-    def bend(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Forbids the token that comes next, at one place of the text."""
-        is_there = input_ids.shape[1] == 9 + place
-        return scores.index_fill(1, text[9 + place :][:1], -torch.inf) if is_there else scores
-
-    def end(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= 9 + place)
-
-    num_runs = 0
-    for place in range(30, 90, 7):
-        arguments: dict[str, Any] = {**make_prompts([9]), "max_new_tokens": place + 9, "output_logits": True}
-        for options in ({"logits_processor": [bend]}, {"stopping_criteria": [end]}):
-            with observing(trees := Trees()):
-                expected, drafted = plain_and_drafted(target, drafter, drafted=SHORT, **arguments, **options)
-            torch.testing.assert_close(torch.stack(drafted.logits), torch.stack(expected.logits))
-            assert drafted[CACHE_NAME].get_seq_length() == expected[CACHE_NAME].get_seq_length()
-            num_runs += sum(tree.tokens.shape[1] > 10 for tree in trees.trees)
-    assert num_runs > 10
 
 
 def test_context_is_looked_up_before_the_drafter_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

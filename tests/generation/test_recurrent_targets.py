@@ -1,7 +1,5 @@
 """Targets whose recurrent layers hold a draft tree: texts, states and errors are those of plain decoding."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from chains import (
     RECURRENT_FAMILIES,
+    assert_same_cache,
     both,
     draft_rate,
     make_chain_drafter,
@@ -16,15 +15,13 @@ from chains import (
     partly_right_drafts,
 )
 from origins import Origins
-from streamers import Recorder
-from targets import make_prompts
+from targets import make_prompts, reading
 from tiny_configs import small_config
-from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedModel
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.drafting import candidate_generator
 from transformers_gumiho.generation.observers import observing
-from transformers_gumiho.generation.verification import session
 from transformers_gumiho.generation.verification.chains import PENDING_PER_DRAFT
 from transformers_gumiho.generation.verification.mixers import chunk_length
 from transformers_gumiho.generation.verification.traits import TargetTraits
@@ -37,21 +34,6 @@ BATCH = [4, 17, 9]
 # One family of each recurrence.
 KINDS = ["qwen3_5", "kimi_linear", "falcon_h1", "mamba2", "lfm2"]
 SMALL_TREES = {"num_assistant_tokens": 12, "branching_factor": 4}
-
-
-def tensors_of(cache: Any) -> list[torch.Tensor]:
-    """Returns all keys, values and states that a cache holds."""
-    found = []
-    for layer in cache.layers:
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            value = getattr(layer, name, None)
-            found += [own for own in (value.values() if isinstance(value, dict) else [value]) if own is not None]
-    assert len(found) >= 3
-    return found
-
-
-def assert_same_cache(drafted: Any, plain: Any) -> None:
-    torch.testing.assert_close(tensors_of(drafted), tensors_of(plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
@@ -97,17 +79,6 @@ def test_rows_that_ended_have_read_the_padding_of_plain_decoding(family: str) ->
     assert torch.equal(continued, expected)
 
 
-@contextmanager
-def reading(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Notes how many tokens each pass reads."""
-    read: list[int] = []
-    handle = target.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    yield read
-    handle.remove()
-
-
 @pytest.mark.parametrize("branching_factor", [1, 4])
 @pytest.mark.parametrize("lengths", [[5], BATCH], ids=["one", "batch"])
 def test_no_accepted_token_runs_twice(branching_factor: int, lengths: list[int]) -> None:
@@ -132,21 +103,6 @@ def test_a_pause_steps_as_plain_decoding_does() -> None:
         plain, drafted = both(target, BATCH, drafter, max_new_tokens=60)
     assert {"drafter", "pause"} <= set(origins.sources)
     assert_same_cache(drafted[CACHE_NAME], plain[CACHE_NAME])
-
-
-def test_runs_of_prompt_lookup_are_no_longer_than_a_recurrence_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that repeats itself grows runs, each twice as long as the one before, here up to one of 28."""
-    target = make_chain_target("granite_hybrid")
-    drafter = make_chain_drafter(target, **SMALL_TREES)
-    token = int(target.generate(**make_prompts([5]), max_new_tokens=1)[0, -1])
-    settings = {**make_prompts([5]), "max_new_tokens": 150, "do_sample": False, "sequence_bias": {(token,): 1e4}}
-    plain = target.generate(**settings)
-    for longest in (28, 20):
-        monkeypatch.setattr(session, "NODES_PER_PASS", longest + 1)
-        with reading(target) as read:
-            drafted = target.generate(**settings, assistant_model=drafter, prompt_lookup_num_tokens=7)
-        assert torch.equal(drafted, plain)
-        assert max(read[1:]) == longest + 1
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "lfm2"])
@@ -240,22 +196,6 @@ def test_functions_that_a_user_puts_in_place_verify_chains(monkeypatch: pytest.M
     monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", scan)
     assert TargetTraits.of(target).is_chain
     both(target, [5])
-
-
-def test_streamed_and_sampled_rows_end_as_in_plain_decoding() -> None:
-    target = make_chain_target("kimi_linear")
-    for lengths, do_sample in (([5], True), (BATCH, True)):
-        streamer = Recorder()
-        settings: dict[str, Any] = {
-            "do_sample": do_sample,
-            "repetition_penalty": 1.2,
-            "logits_processor": [lambda ids, scores: scores.scatter(1, ids[:, -2:-1], -torch.inf)],
-            "stopping_criteria": [lambda ids, scores: ids[:, -6:].sum(dim=1) > 80],
-        }
-        plain, _ = both(target, lengths, **settings, **({"streamer": streamer} if len(lengths) == 1 else {}))
-        assert plain.sequences.shape[1] < max(lengths) + 36, "the criterion ends it"
-        half = len(streamer.values) // 2
-        assert streamer.values[:half] == streamer.values[half:]
 
 
 def test_a_cycle_costs_its_nodes_alone_where_no_accepted_token_runs_twice(calls_of: Any) -> None:

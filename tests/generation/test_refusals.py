@@ -35,7 +35,7 @@ from transformers import (
 
 from transformers_gumiho import GumihoConfig, GumihoModel, attach, attached
 from transformers_gumiho.generation.verification.requirements import check_target
-from transformers_gumiho.internals import CACHE_NAME, adopt_attention_implementation
+from transformers_gumiho.internals import CACHE_NAME, set_attention_implementation
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_forward_that_drops_the_cache(target: PreTrainedModel, is_filled: bool) 
 
 def test_drafter_with_attention_that_takes_no_mask(target: PreTrainedModel) -> None:
     drafter = make_drafter(target)
-    adopt_attention_implementation(drafter.config, LlamaConfig(attn_implementation="flash_attention_2"))
+    set_attention_implementation(drafter.config, "flash_attention_2")
     refuses(
         target, "drafter's attention 'flash_attention_2' takes no tree mask.*`attn_implementation='sdpa'`", drafter
     )

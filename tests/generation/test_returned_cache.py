@@ -23,7 +23,7 @@ from tiny_configs import small_config
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from transformers_gumiho import GumihoModel, attached
-from transformers_gumiho.generation.verification import tree_cache
+from transformers_gumiho.generation.verification import prompt, takeover
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
 from transformers_gumiho.internals import CACHE_NAME
 
@@ -228,8 +228,8 @@ def test_out_of_memory_while_a_cache_is_taken_over_leaves_it_whole(
         allocate(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tree_cache, "MOVED_BYTES", 1)
-        patch.setattr(tree_cache, "MOVED_SHARE", 1e-9)  # one layer at a time, as in a large cache
+        patch.setattr(takeover, "MOVED_BYTES", 1)
+        patch.setattr(takeover, "MOVED_SHARE", 1e-9)  # one layer at a time, as in a large cache
         patch.setattr(TreeCache, "add_group", run_out)
         with pytest.raises(torch.OutOfMemoryError):
             target.generate(**prompts, max_new_tokens=20, assistant_model=drafter, **{CACHE_NAME: cache})
@@ -257,10 +257,9 @@ def test_layers_with_a_window_hold_no_more_than_it(family: str, lengths: list[in
     drafter = make_drafter(target, num_assistant_tokens=12, branching_factor=3)
     held: dict[int, int] = {}
     running: list[TreeCache] = []
-    from_dynamic = TreeCache.from_dynamic
 
     def watched(*args: Any) -> TreeCache:
-        running.append(from_dynamic(*args))
+        running.append(takeover.take_over(*args))
         return running[-1]
 
     def watch(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -268,7 +267,7 @@ def test_layers_with_a_window_hold_no_more_than_it(family: str, lengths: list[in
         held[bool(running)] = max(held.get(bool(running), 0), held_bytes(cache))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeCache, "from_dynamic", watched)
+        patch.setattr(prompt, "take_over", watched)
         target.register_forward_hook(watch, with_kwargs=True)
         # Far enough for entries to be dropped several times.
         plain, drafted = plain_and_drafted(target, drafter, lengths=lengths, max_new_tokens=90)

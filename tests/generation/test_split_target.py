@@ -15,7 +15,7 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel, attached
-from transformers_gumiho.generation.verification.placement import drafter_device, input_device
+from transformers_gumiho.generation.verification.traits import drafter_device, input_device
 
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "split_generation.py"

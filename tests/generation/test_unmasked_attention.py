@@ -9,13 +9,13 @@ import torch
 from chains import make_chain_drafter, make_chain_target
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from torch import nn
-from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from transformers_gumiho.generation.verification import attention, attention_kind
-from transformers_gumiho.internals import adopt_attention_implementation
+from transformers_gumiho.internals import set_attention_implementation
 
 
 class FlashAttention:
@@ -78,7 +78,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FlashAttention]
 
 def load_with(name: str, target: PreTrainedModel) -> PreTrainedModel:
     """Makes a target attend as if it had been loaded with `attn_implementation=name`, which needs a GPU."""
-    adopt_attention_implementation(target.config, LlamaConfig(attn_implementation=name))
+    set_attention_implementation(target.config, name)
     return target
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eagle import make_eagle_target
 from plain_layers import EPS, FFN, HEADS, HIDDEN, KV_HEADS, PlainLayers, layer_weights
 from safetensors.torch import save_file
 from torch.nn.functional import linear
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 
@@ -24,15 +25,7 @@ THETA = 50.0
 
 def make_block_target(kind: type[PreTrainedModel] = LlamaForCausalLM, **fields: Any) -> PreTrainedModel:
     """Returns a random target in float64."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=FFN, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
-        num_hidden_layers=LAYERS_OF_TARGET, initializer_range=0.4, rope_theta=500000.0, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0, **fields,
-    )  # fmt: skip
-    target = kind(config).double().eval()
-    target.generation_config.pad_token_id = 0
-    return target
+    return make_eagle_target(kind=kind, **{"vocab_size": VOCAB, "num_hidden_layers": LAYERS_OF_TARGET} | fields)
 
 
 @dataclass

@@ -138,3 +138,15 @@ def draft_rate(accepted_lengths: list[list[int]]) -> float:
     # The last cycle of a row may end early, and an ended row takes part in no more.
     counts = [number - 1 for row in accepted_lengths for number in row[:-1] if number]
     return sum(counts) / len(counts) / 7
+
+
+def assert_same_cache(drafted: Any, plain: Any) -> None:
+    """Compares the keys, values, indices and states that two caches hold."""
+
+    def tensors_of(cache: Any) -> list[torch.Tensor]:
+        values = [value for layer in cache.layers for value in vars(layer).values()]
+        found = [own for value in values for own in (value.values() if isinstance(value, dict) else [value])]
+        return [own for own in found if isinstance(own, torch.Tensor)]
+
+    assert len(tensors_of(plain)) >= 3
+    torch.testing.assert_close(tensors_of(drafted), tensors_of(plain), rtol=1e-4, atol=1e-4)

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from trainers import make_args, make_rows
 
 from transformers_gumiho.training import GumihoTrainer
-from transformers_gumiho.training.recipe.training import unsplit_models
+from transformers_gumiho.training.recipe.arguments import RecipeArguments
+from transformers_gumiho.training.recipe.phases import Training, unsplit_models
+from transformers_gumiho.training.recipe.trials import Trial, largest_that_fits
 
 
 BUDGETS = {"tokens_per_step": 48, "tokens_per_pass": 16}
@@ -26,7 +28,8 @@ def allow_fsdp_on_cpu() -> None:
     accelerate switches FSDP on for accelerators only. It runs on a CPU all the same, over gloo, when the processes are
     taken for those of a GPU machine.
     """
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # noqa: SLF001
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # noqa: SLF001
 
 
 def train(run: str, folder: Path) -> None:
@@ -48,8 +51,7 @@ def train(run: str, folder: Path) -> None:
         save_strategy="steps", save_steps=2, unroll_serial_head=True, train_sampling_strategy="sequential",
         muon="muon" in run, **BUDGETS if "tokens" in run else {},
     )  # fmt: skip
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        allow_fsdp_on_cpu()
+    allow_fsdp_on_cpu()
     torch.manual_seed(0)
     with unsplit_models(args):
         target = make_target("llama").float()
@@ -78,10 +80,36 @@ def train(run: str, folder: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def try_passes(folder: Path) -> None:
+    """
+    Finds what fits, where steps of more than 16 tokens fail in all processes, and where more than three rows fail in
+    the second one alone; and writes it into a file.
+    """
+    args = make_args(folder / "tried", tokens_per_step=128, unroll_serial_head=True)
+    allow_fsdp_on_cpu()
+    with unsplit_models(args):
+        target = make_target("llama").float()
+
+    def step(num_tokens: int) -> None:
+        if num_tokens > 16:
+            raise torch.OutOfMemoryError
+        rows = [{"input_ids": [*range(1, 8), 0] * 2}] * args.world_size
+        data = {"train_dataset": rows, "eval_dataset": None}
+        Training(RecipeArguments(), {}, data, lambda: target, {}, folder).try_step(args, num_tokens)
+
+    def write(num_rows: int) -> None:
+        if num_rows > 3 and args.process_index == 1:
+            raise torch.OutOfMemoryError
+
+    trials = [Trial("serial", step, 64, 16, "tokens", ""), Trial("write", write, 12, 1, "rows", "")]
+    found = [largest_that_fits(trial, args.device) for trial in trials]
+    (folder / f"tried-{args.process_index}.json").write_text(json.dumps(found))
+
+
 def main(folder: Path, runs: list[str]) -> None:
     torch.set_num_threads(1)
     for run in runs:
-        train(run, folder)
+        try_passes(folder) if run == "tried" else train(run, folder)
     PartialState().destroy_process_group()
     # With PyTorch 2.13 one process in some twenty aborts in the destructors of its gloo threads, after all is done.
     sys.stdout.flush()

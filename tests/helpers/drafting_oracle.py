@@ -23,11 +23,11 @@ def make_generator(
         logits = target.lm_head(features)
         return logits if token_ids is None else logits[..., token_ids]
 
-    class View(GenerationView):
-        def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-            return noise if noise is None or token_ids is None else noise.index_select(2, token_ids)
+    def peek_noise(num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
+        return noise if noise is None or token_ids is None else noise.index_select(2, token_ids)
 
-    return GumihoCandidateGenerator(drafter, head, settings, cache, generation=View(), token_ids=token_ids)
+    view = GenerationView(peek_noise=peek_noise)
+    return GumihoCandidateGenerator(drafter, head, settings, cache, generation=view, token_ids=token_ids)
 
 
 def states_of(target: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

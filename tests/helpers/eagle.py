@@ -19,15 +19,17 @@ THETA = 100.0
 DEFAULT_INPUTS = (2, 4, 5)
 
 
-def make_eagle_target(hidden_size: int = HIDDEN, **fields: Any) -> PreTrainedModel:
+def make_eagle_target(
+    hidden_size: int = HIDDEN, kind: type[PreTrainedModel] = LlamaForCausalLM, **fields: Any
+) -> PreTrainedModel:
     """Returns a random target in float64 that has different default layers for EAGLE-3."""
     torch.manual_seed(0)
-    given = {"num_hidden_layers": LAYERS_OF_TARGET, "rope_theta": 500000.0, "initializer_range": 0.4}
+    given = {"num_hidden_layers": LAYERS_OF_TARGET, "vocab_size": VOCAB, "initializer_range": 0.4}
     config = LlamaConfig(
         hidden_size=hidden_size, intermediate_size=FFN, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
-        vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=0, **given | fields,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, **{"rope_theta": 500000.0} | given | fields,
     )  # fmt: skip
-    target = LlamaForCausalLM(config).double().eval()
+    target = kind(config).double().eval()
     target.generation_config.pad_token_id = 0
     return target
 

@@ -61,11 +61,13 @@ class PretendMachine(TorchFunctionMode):
 
     Attributes:
         waits: For each time the host waited for a device: the function, and the line of the package that called it.
+        largest: The numbers of the largest tensor for which an accelerator has memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: float = float("inf")) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.largest = largest
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,6 +103,8 @@ class PretendMachine(TorchFunctionMode):
             return result
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and device_of(value) == CPU:
+                if value.numel() > self.largest:
+                    raise torch.OutOfMemoryError(f"{value.numel()} numbers in {_calling_line()}")
                 setattr(value.untyped_storage(), _NOTE, target)
                 if target.type == "mps" and value.dtype == torch.float64:
                     raise TypeError(f"Cannot convert a MPS Tensor to float64 dtype ({name} in {_calling_line()})")
@@ -232,9 +236,9 @@ class _Event:
 
 
 @contextmanager
-def pretending() -> Iterator[PretendMachine]:
-    """Within it this thread has pretend accelerators."""
-    machine = PretendMachine()
+def pretending(largest: float = float("inf")) -> Iterator[PretendMachine]:
+    """Within it this thread has pretend accelerators, with memory for tensors of so many numbers."""
+    machine = PretendMachine(largest)
     with (
         patch.object(torch, "Generator", _Generator),
         patch.object(torch, "Event", partial(_Event, machine=machine)),
@@ -244,6 +248,8 @@ def pretending() -> Iterator[PretendMachine]:
             get_rng_state=lambda device: torch.get_rng_state(),
             set_rng_state=lambda state, device: torch.set_rng_state(state),
             get_device_name=lambda device: "pretend",
+            max_memory_allocated=lambda device: 2e9,
+            reset_peak_memory_stats=lambda device: None,
             synchronize=lambda *_: machine.note_wait("synchronize"),
         ),
         patch.object(torch.accelerator, "synchronize", lambda *_: machine.note_wait("synchronize")),

@@ -1,6 +1,7 @@
 """Tiny random targets of many families, and drafters for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -160,8 +161,20 @@ def equals_plain(target: PreTrainedModel, drafter: Any, *args: Any, **kwargs: An
 
 def passes_of(target: PreTrainedModel, call: Callable[[], Any]) -> tuple[int, Any]:
     """Returns how often `call` runs the target, and what it returns."""
-    passes: list[int] = []
-    handle = target.register_forward_hook(lambda *_: passes.append(1))
-    output = call()
+    with reading(target) as read:
+        output = call()
+    return len(read), output
+
+
+@contextmanager
+def reading(target: PreTrainedModel) -> Iterator[list[int]]:
+    """Notes how many token ids each pass reads."""
+    read: list[int] = []
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")
+        read.append(0 if ids is None else ids.shape[1])
+
+    handle = target.register_forward_pre_hook(note, with_kwargs=True)
+    yield read
     handle.remove()
-    return len(passes), output

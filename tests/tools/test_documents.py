@@ -74,7 +74,13 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
 @every_document
 def test_named_files_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    folders = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."))
+    # What the guides' commands write is ignored by git.
+    written = re.findall(r"^/([\w-]+)/$", (ROOT / ".gitignore").read_text(encoding="utf-8"), flags=re.M)
+    folders = "|".join(
+        sorted(
+            path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in written
+        )
+    )
     named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./{{}},-]*[\w/}}])", text)
     for name in named:
         before, _, choices = name.partition("{")
@@ -244,6 +250,16 @@ def test_pictures_of_the_method_show_a_cycle() -> None:
         [True, True, False, True],
     ]
     assert ElementTree.fromstring(script.draw_drafter()) is not None
+
+
+def test_the_picture_of_an_answer_has_the_numbers_of_its_captions() -> None:
+    """It is drawn by the command that the quickstart shows."""
+    drawn = (ROOT / "docs" / "images" / "answer.svg").read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
+    tokens, drafts, passes = re.search(r"(\d+) tokens, (\d+) accepted drafts \| (\d+) passes<", drawn).groups()
+    for document in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        text = " ".join(document.read_text(encoding="utf-8").split())
+        assert f"{drafts} of its {tokens} tokens are accepted drafts" in text
+        assert re.search(rf"{passes} passes after the prompt's, .* {int(tokens) - 1}\b", text)
 
 
 def test_every_room_is_described() -> None:

@@ -8,9 +8,9 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
 from transformers_gumiho import GumihoCandidateGenerator
-from transformers_gumiho.tools.measuring import modes, timing
-from transformers_gumiho.tools.measuring.modes import DecodingMode, Runner
+from transformers_gumiho.tools.measuring import timing, turns
 from transformers_gumiho.tools.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
+from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
 from transformers_gumiho.tools.tuning.contest import compare
 
 
@@ -85,7 +85,7 @@ def test_modes_take_turns_in_coming_first_once_they_are_warm(monkeypatch: pytest
         decoded.append(settings["name"])
         return DecodingTime(float(len(decoded)), 1, 1)
 
-    monkeypatch.setattr(modes, "time_decoding", time_decoding)
+    monkeypatch.setattr(turns, "time_decoding", time_decoding)
     compared = [DecodingMode(name, settings={"name": name}) for name in "abc"]
     runner = Runner(make_target(), 0, max_new_tokens=4)
     taken = [runner.compare(compared, [[5, 6]], 0.0, seed=0) for _ in range(2)]

@@ -22,8 +22,8 @@ from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.model.decoding_settings import DraftingSettings
 from transformers_gumiho.tools.benchmarking import BenchmarkArguments, benchmark
-from transformers_gumiho.tools.measuring.modes import DecodingMode, Runner
 from transformers_gumiho.tools.measuring.timing import DecodingTime
+from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
 from transformers_gumiho.tools.pairs import arguments as pair_arguments
 from transformers_gumiho.tools.tuning import (
     Standing,
@@ -37,7 +37,7 @@ from transformers_gumiho.tools.tuning import (
 )
 from transformers_gumiho.tools.tuning import trees as trees_module
 from transformers_gumiho.tools.tuning.command import find_settings
-from transformers_gumiho.tools.tuning.contest import compare
+from transformers_gumiho.tools.tuning.contest import Contests, compare
 from transformers_gumiho.tools.tuning.trees import list_sizes, list_trees
 
 
@@ -148,7 +148,8 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
     }  # fmt: skip
 
 
-def test_fewer_trees_decode_more_prompts_and_the_winner_others() -> None:
+def test_fewer_trees_decode_more_prompts_and_the_winner_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_TIE", 0)
     machine = PlantedMachine(tau_of, cycle_of(0.02))
     result = find(machine)
     # Tuples of another number of rows, or of prompts that are in no contest.
@@ -198,11 +199,11 @@ def test_rows_in_which_the_target_verifies_nothing_are_left_out() -> None:
 
 
 def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    gains = {"own": 1.0, "all": 0.9, "counted": 0.8}
+    gains = {"all": 0.9, "counted": 0.8}
     machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
     monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
     monkeypatch.setattr(contest, "num_counted", lambda _: 24)
-    result = find(machine, replace(OWN, vocabulary="own"), batch_sizes=[1], tune_vocabulary=True)
+    result = find(machine, batch_sizes=[1], tune_vocabulary=True)
     counted = [call for call in machine.calls if call.tree is not None and call.tree.vocabulary == "counted"]
     competed = [call for call in counted if call.prompts[0] < 12]
     # Prompts and answers: the ids are those of the first six prompts, then of the other six.
@@ -213,8 +214,33 @@ def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest
     assert result.chosen[1].vocabulary == "counted"
     everything = {token for i in range(12) for token in (i, 900 + i, 7000 + i)}
     assert set(result.settings["draft_vocabulary"]) <= everything
-    assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all", "own"]
+    assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all"]
     assert "draft vocabulary " in describe(result)
+
+
+def test_a_drafter_that_has_a_list_gets_no_counted_one() -> None:
+    gains = {"own": 0.9, "all": 1.0}
+    machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
+    result = find(machine, replace(OWN, vocabulary="own"), batch_sizes=[1], tune_vocabulary=True)
+    assert [tree.vocabulary for tree in result.vocabularies] == ["own", "all"]
+    assert "draft_vocabulary" not in result.settings
+
+
+def test_calibrated_temperatures_are_kept() -> None:
+    own = replace(OWN, draft_temperature=(0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1))
+    trees = demo_trees(own)
+    assert {tree.draft_temperature for tree in trees} == {own.draft_temperature}
+    assert len(trees) == len(demo_trees()) - 5
+
+
+@pytest.mark.parametrize(("dearer", "is_tie"), [(1.01, True), (1.1, False)])
+def test_trees_that_tie_take_all_prompts_once_more(dearer: float, is_tie: bool) -> None:
+    fast, other = OWN, replace(OWN, num_assistant_tokens=23)
+    machine = PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 if tree == fast else dearer)
+    standings = Contests(machine, DRAFTER).hold("trees", [other, fast], PROMPTS[:12], 1, 0.0)
+    assert next(iter(standings)) == fast
+    for tree in (fast, other):
+        assert [call.prompts[0] for call in machine.calls if call.tree == tree] == [*range(12)] * (1 + is_tie)
 
 
 def test_the_depth_of_drafters_without_parallel_heads_is_tuned() -> None:
@@ -281,6 +307,7 @@ def listen(
     """Returns what measured a tree, with texts of this length."""
     monkeypatch.setattr(contest, "ROUNDS", (2,))
     monkeypatch.setattr(contest, "FINAL_TURNS", 1)
+    monkeypatch.setattr(contest, "_TIE", 0)
     for module in (contest, trees_module):
         monkeypatch.setattr(module, "num_counted", lambda _: 3)
     runner = Listening(target, 0, length)
@@ -295,9 +322,9 @@ def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) 
     before = drafter.generation_config.to_dict()
     tree = Tree(2, 2, 2, 0.5, "own")
     compared = listen(monkeypatch, target, drafter, tree, 9, batch_sizes=[1, 3]).compared
-    # The tree, with three vocabularies, in two sizes, and its final.
+    # The tree, with two vocabularies, in two sizes, and its final.
     assert [len(prompts) for prompts, _ in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
-    assert [len(taken) - 1 for _, taken in compared] == [1, 1, 3, 3, 2, 2, 1, 1, 1, 1]
+    assert [len(taken) - 1 for _, taken in compared] == [1, 1, 2, 2, 2, 2, 1, 1, 1, 1]
     for prompts, (plain, *drafted) in compared[:6]:
         for prompt, answer in zip(prompts, plain.answers, strict=True):
             text = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0].tolist()

@@ -47,7 +47,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp(request.param)
     further = {"ddp": ["streamed", "muon", "tokens"], "fsdp": ["muon", "tokens"], "zero3": ["tokens"]}
-    runs = ["whole", "resumed", *further[request.param]]
+    runs = ["tried", "whole", "resumed", *further[request.param]]
     command = [*LAUNCH, *MODES[request.param], str(SCRIPT), str(folder), *runs]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -75,6 +75,11 @@ def test_two_processes_train_as_one_does(together: tuple[str, Path], alone: Path
     resumed = curve_of(folder / "resumed")
     assert resumed[-1].pop("sharded") == (mode != "ddp")
     assert resumed[-1] == pytest.approx(curve[-1], rel=1e-4)
+
+
+def test_two_processes_agree_on_what_fits(together: tuple[str, Path]) -> None:
+    """Where both fail, and where one does. What they train afterwards is what one trains."""
+    assert [json.loads((together[1] / f"tried-{rank}.json").read_text()) for rank in range(2)] == [[16, 3]] * 2
 
 
 @pytest.mark.parametrize("together", ["ddp", "fsdp"], indirect=True)

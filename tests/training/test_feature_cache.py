@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import platform
 import shutil
 from collections import namedtuple
 from functools import partial
@@ -28,7 +27,7 @@ from transformers_gumiho.training import (
     FeatureDataset,
     GumihoDataCollator,
     cache_size,
-    feature_cache,
+    cache_writer,
     feature_extraction,
     write_feature_cache,
 )
@@ -55,9 +54,13 @@ def target() -> PreTrainedModel:
 
 
 def write(target: PreTrainedModel, folder: Path, rows: Dataset | None = None, **settings: Any) -> None:
-    # Two rows in a shard.
+    # Up to two rows of the longest length in a shard.
     settings = {"dtype": torch.float32, "shard_bytes": 2 * 20 * (32 * 4 + 12), "tokens_per_batch": 1} | settings
     write_feature_cache(rows or make_rows(), target, make_tokenizer(), folder, **settings)
+
+
+def rows_in(folder: Path) -> list[dict[str, list[Any]]]:
+    return [{name: tensor.tolist() for name, tensor in row.items()} for row in FeatureDataset(folder)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -156,13 +159,13 @@ def test_size_is_estimated_before_extraction(
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 3000])
-@pytest.mark.parametrize("killed_at", [0, 1, 3, 4])
+@pytest.mark.parametrize("killed_at", [0, 1, 2, 3])
 def test_a_killed_extraction_goes_on_where_it_was(
     target: PreTrainedModel, tmp_path: Path, killed_at: int, num_bytes: int, monkeypatch: Any, calls_of: Any
 ) -> None:
     write(target, tmp_path / "whole")
     killed, saved = tmp_path / "killed", []
-    real = feature_cache.save_file
+    real = cache_writer.save_file
 
     def dying_save(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -171,32 +174,41 @@ def test_a_killed_extraction_goes_on_where_it_was(
             raise KeyboardInterrupt
         saved.append(path)
 
-    monkeypatch.setattr(feature_cache, "save_file", dying_save)
+    monkeypatch.setattr(cache_writer, "save_file", dying_save)
     with pytest.raises(KeyboardInterrupt):
         write(target, killed)
     if killed_at:  # the first file is the target's head
-        with pytest.raises(ValueError, match=f"has {killed_at - 1} of 4 shards. Run the extraction again"):
+        with pytest.raises(ValueError, match=f"has {2 * killed_at - 2} of 7 rows. Run what wrote it again"):
             FeatureDataset(killed)
     assert len(saved) == killed_at
     monkeypatch.undo()
-    written = calls_of(feature_cache, "save_file")
+    written = calls_of(cache_writer, "save_file")
     write(target, killed)
-    assert len(saved) + len(written) == 5  # nothing that was whole is written again
+    assert len(saved) + len(written) == 4  # nothing that was whole is written again
     assert contents(killed) == contents(tmp_path / "whole")
 
 
-def test_processes_share_the_shards(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two processes finds the first one's shards written already, and writes the others."""
+def test_processes_share_the_rows(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes shards of its own; those of one that was killed are there for another number of processes."""
     write(target, tmp_path / "alone")
+    missing = cache_writer.missing_rows
     for index in range(2):
         state = SimpleNamespace(
             process_index=index, num_processes=2, is_main_process=not index, is_local_main_process=not index,
             wait_for_everyone=lambda: None,
         )  # fmt: skip
         monkeypatch.setattr(feature_extraction, "PartialState", lambda state=state: state)
+        # Both have seen that nothing is there.
+        monkeypatch.setattr(feature_extraction, "missing_rows", lambda _, lengths: [*range(len(lengths))])
         write(target, tmp_path / "shared")
-        assert len(list((tmp_path / "shared").glob("shard*"))) == 2 * (index + 1)
-    assert contents(tmp_path / "shared") == contents(tmp_path / "alone")
+    names = [path.name for path in sorted((tmp_path / "shared").glob("shard*"))]
+    assert names == [f"shard-00{index}-0000{number}.safetensors" for index in range(2) for number in range(2)]
+    assert rows_in(tmp_path / "shared") == rows_in(tmp_path / "alone")
+    monkeypatch.undo()
+    (tmp_path / "shared" / names[2]).unlink()
+    assert len(missing(tmp_path / "shared", LENGTHS)) == 2
+    write(target, tmp_path / "shared")
+    assert rows_in(tmp_path / "shared") == rows_in(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
@@ -209,19 +221,19 @@ def test_processes_share_the_shards(target: PreTrainedModel, tmp_path: Path, mon
 def test_a_file_that_cannot_be_written_is_named_with_what_is_kept(
     target: PreTrainedModel, tmp_path: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = feature_cache.save_file
+    real = cache_writer.save_file
 
     def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
-        if "shard-00002" in path.name:
+        if "shard-000-00002" in path.name:
             path.write_bytes(b"half of it")
             raise error
         real(tensors, path, metadata)
 
     with monkeypatch.context() as patch:
-        patch.setattr(feature_cache, "save_file", fail)
-        with pytest.raises(OSError, match=rf"shard-00002.*{message}"):
+        patch.setattr(cache_writer, "save_file", fail)
+        with pytest.raises(OSError, match=rf"shard-000-00002.*{message}"):
             write(target, tmp_path / "cache")
-    assert sorted(path.name[:11] for path in (tmp_path / "cache").glob("shard*")) == ["shard-00000", "shard-00001"]
+    assert len(list((tmp_path / "cache").glob("shard*"))) == 2
     write(target, tmp_path / "cache")
     write(target, tmp_path / "whole")
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
@@ -232,24 +244,34 @@ DAMAGE = {"cut": lambda data: data[:-9], "rubbish": lambda _: b"<html>" * 99,
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["cache.json", "shard-00001.safetensors", "target/target.safetensors"])
-def test_a_damaged_cache_is_named_and_extraction_repairs_it(
-    target: PreTrainedModel, tmp_path: Path, name: str, damage: str, monkeypatch: Any, calls_of: Any
+@pytest.mark.parametrize("name", ["shard-000-00001.safetensors", "target/target.safetensors"])
+def test_a_damaged_file_is_named_and_written_again(
+    target: PreTrainedModel, tmp_path: Path, name: str, damage: str, calls_of: Any
 ) -> None:
-    """Checksums are compared where a cache has come to another machine, and when its extraction goes on."""
-    write(target, tmp_path / "cache")
-    before, path = contents(tmp_path / "cache"), tmp_path / "cache" / name
+    """A file that was cut is noticed by itself, and one with other content where checksums are asked for."""
+    write(target, tmp_path)
+    before, path = contents(tmp_path), tmp_path / name
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "another machine")
-        with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Run what wrote it again"):
-            (CachedFeatures if name.startswith("target") else FeatureDataset)(tmp_path / "cache")
-    saved = calls_of(feature_cache, "save_file")
-    write(target, tmp_path / "cache")
-    assert contents(tmp_path / "cache") == before
-    # What is intact stays.
-    damaged = path.name if name.startswith("shard") else "target.safetensors"
-    assert [save.args[1].name for save in saved] == [f"{damaged}.partial"]
+    with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*Delete this file, and run what wrote it again"):
+        FeatureDataset(tmp_path, verify=True)
+    if damage == "zeroed":
+        FeatureDataset(tmp_path)
+        path.unlink()
+    saved = calls_of(cache_writer, "save_file")
+    write(target, tmp_path)
+    assert [save.args[1].name for save in saved] == [f"{path.name.replace('00001', '00003')}.partial"]
+    if name.startswith("shard"):  # its rows are in a new shard
+        path.with_name("shard-000-00003.safetensors").rename(path)
+    assert contents(tmp_path) == before
+    FeatureDataset(tmp_path, verify=True)
+
+
+def test_a_cache_of_an_earlier_version_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    write(target, tmp_path)
+    (tmp_path / "cache.json").write_text("{}")
+    for use in (FeatureDataset, CachedFeatures, partial(write, target)):
+        with pytest.raises(ValueError, match=r"An earlier version wrote the feature cache .*Delete it, and run what"):
+            use(tmp_path)
 
 
 def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -257,8 +279,7 @@ def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tm
     write(target, tmp_path / "here")
     with pretending() as machine:
         write(copy.deepcopy(target).to("cuda:1"), tmp_path / "there")
-    for name in ("shard-00000.safetensors", "shard-00001.safetensors"):
-        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+    assert rows_in(tmp_path / "there") == rows_in(tmp_path / "here")
     assert sum("synchronize with cuda:1" in wait for wait in machine.waits) == len(LENGTHS)
 
 
@@ -351,7 +372,7 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     write(target, tmp_path / "d", dtype=torch.bfloat16)
     features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
     messages = {
-        "b": r"/b/made_from\.json' was created with different settings: model .*Give caches that were made as",
+        "b": r"/b' was created with different settings: model .*Give caches that were made as",
         "c": r"target_layer_ids \(\[0, 1\], now None\)",
         "d": r"dtype \(bfloat16, now float32\)",
     }  # fmt: skip
@@ -381,19 +402,8 @@ def test_what_gives_no_features_is_refused(
         write_feature_cache(rows, target, make_tokenizer(), tmp_path, dtype=dtype)
 
 
-def test_a_batch_holds_rows_of_several_sources() -> None:
-    """Packed ones next to others, which have no positions; those with states stay among themselves."""
-    table = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]], "position_ids": [None, [0, 0]]})
-    for order in ([0, 1], [1, 0]):
-        batch = GumihoDataCollator()([table[index] for index in order])
-        assert [batch["position_ids"][order.index(row)].tolist() for row in (0, 1)] == [[0, 1, 2], [0, 0, 0]]
-        rows = [{"input_ids": [1, 2]} | ({"hidden_states": torch.zeros(2, 4)} if index else {}) for index in order]
-        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
-            GumihoDataCollator()(rows)
-
-
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no cache\.json"):
+    with pytest.raises(FileNotFoundError, match=r"is no feature cache: it has no made_from\.json"):
         FeatureDataset(tmp_path)
     write(target, tmp_path)
     row = GumihoDataCollator()([{"input_ids": [1, 2]}])

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import gumiho
 from mtp import MtpTarget, make_mtp_target
+from safetensors.torch import load_file
 from targets import equals_plain, make_prompts
 from trainers import make_rows, trained
+from training_data import make_tokenizer, write_jsonl
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.training.unrolling import unroll_serial_head
@@ -52,3 +55,30 @@ def test_a_text_longer_than_the_window_is_unrolled_as_it_is_drafted(target: MtpT
             for place in (7, 8):
                 wanted = target.logits(text[: place + 2], text[place + 2 : place + 2 + step])
                 torch.testing.assert_close(head(features[0, place]), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_the_command_trains_the_layer_of_the_targets_own_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_tokenizer()
+    target = make_mtp_target("glm4_moe", tmp_path / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(target.folder)
+    roles = {"user": "Sum up {}.", "assistant": "def sum_{}(): return {}"}
+    rows = [
+        {"messages": [{"role": role, "content": text.format(number, number)} for role, text in roles.items()]}
+        for number in range(12)
+    ]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    gumiho(
+        "train", "--target", target.folder, "--drafter", "mtp", "--train_only", "serial", "--unroll_serial_head",
+        "true", "--data", data, "--regenerate", "false", "--cache_features", "false", "--stages", "train", "--use_cpu",
+        "--max_steps", 2, "--save_steps", 1, "--num_eval_rows", 2, "--output_dir", tmp_path / "layer",
+    )  # fmt: skip
+    # The best drafter was read from a checkpoint.
+    assert "missing keys" not in caplog.text
+    before = GumihoModel.from_pretrained(target.folder, dtype=torch.float32)
+    (checkpoint,) = tmp_path.rglob("checkpoint-2/model.safetensors")
+    assert not load_file(checkpoint)["fc.weight"].equal(before.fc.weight)
+    after = GumihoModel.from_pretrained(tmp_path / "layer", dtype=torch.float32)
+    assert after.config.is_mtp
+    equals_plain(target.model, after, **make_prompts((6,), 3, 24), max_new_tokens=8)

@@ -24,8 +24,8 @@ from transformers_gumiho.training import (
     measure_acceptance,
     write_feature_cache,
 )
-from transformers_gumiho.training.feature_cache import CacheManifest
-from transformers_gumiho.training.recipe.recipes import RECIPES
+from transformers_gumiho.training.recipe.arguments import RecipeArguments
+from transformers_gumiho.training.recipe.options import recipe_of
 from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "serial_head": "eagle3", "target_layer_ids": [2, 7], "fc_norm": True, "norm_output": True,
     },
 }  # fmt: skip
-HEADS = RECIPES["recommended"].phases["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
+HEADS = recipe_of(RecipeArguments())["phases"]["heads"] | {"warmup_steps": 0, "learning_rate": 5e-3}
 
 
 def make_head(target: PreTrainedModel, texts: torch.Tensor, num_steps: int = 80, **fields: Any) -> GumihoModel:
@@ -190,7 +190,7 @@ def test_one_command_adds_them(kind: str, dtype: torch.dtype, small: Path, tmp_p
     answers = ["--target", name, "--data", tmp_path / "all/work/answers.jsonl", "--regenerate", "false"]
     gumiho(*common, *answers, "--output_dir", tmp_path / "online", "--cache_features", "false", "--stages", "train")
     cache = tmp_path / "all" / "work" / "features"
-    assert max(CacheManifest.load(cache).lengths) == 18
+    assert max(FeatureDataset(cache).lengths) == 18
     gumiho(*common, "--features", cache, "--output_dir", tmp_path / "cached", "--stages", "train")
     own = torch.load(head / "pytorch_model.bin")
     for folder in (tmp_path / name for name in ("all", "online", "cached")):

@@ -18,7 +18,7 @@ from transformers_gumiho.tools.measuring.prompts import read_prompts
 from transformers_gumiho.training import FeatureDataset, load_conversations
 from transformers_gumiho.training.data.preparation import held_out_numbers
 from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
-from transformers_gumiho.training.recipe import training, writing
+from transformers_gumiho.training.recipe import phases, target
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
 from transformers_gumiho.training.recipe.stages import Run
 
@@ -183,6 +183,8 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         ([], "Give the target with --target, and the data with --data"),
         (["--target", DEMO_TARGET, "--data", "missing.jsonl"], "There is no file 'missing.jsonl'"),
         (["--features", "."], "is no feature cache"),
+        (["--features", ".", "--data", "x"], "--data has no effect with --features, which holds prepared data"),
+        (["--features", ".", "--regenerate", "true"], "--regenerate has no effect with --features"),
         (["--target", "t", "--data", "none", "--regenerate", "false"], "--regenerate has no effect with --data none"),
         (["--target", "./t", "--data", "x"], "There is no folder './t'"),
         (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
@@ -228,23 +230,15 @@ def test_what_is_missing_is_named(
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
 
 
-CACHED, TEXTS, OWN = (["--features", "."], ["--target", "t", "--data", "x"], ["--target", "t", "--data", "none"])
-
-
 @pytest.mark.parametrize(
-    ("command", "others", "option", "why"),
+    ("words", "message"),
     [
-        ("train", CACHED, ["--data", "x"], "with --features, which holds prepared data"),
-        ("train", CACHED, ["--regenerate", "true"], "with --features"),
-        ("data", TEXTS, ["--openings", "o"], "without --data none"),
-        ("data", OWN, ["--num_rows", 5], "with --data none: use --num_prompts"),
+        (["--data", "none", "--num_rows", 5], "--num_rows has no effect with --data none: use --num_prompts"),
+        (["--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
     ],
 )
-def test_an_option_that_chooses_other_data_is_refused(
-    command: str, others: list[object], option: list[object], why: str, tmp_path: Path
-) -> None:
-    output = "--output_dir" if command == "train" else "--output_file"
-    refuse(f"{option[0]} has no effect {why}", command, output, tmp_path / "out", *others, *option)
+def test_an_option_that_chooses_other_data_is_refused(words: list[object], message: str, tmp_path: Path) -> None:
+    refuse(message, "data", "--output_file", tmp_path / "out", "--target", "t", *words)
 
 
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,10 +256,10 @@ def test_each_process_loads_its_target_on_its_own_device(
     state = SimpleNamespace(
         device=torch.device("cuda", rank), num_processes=num_processes, is_main_process=rank == 0, process_index=rank
     )
-    monkeypatch.setattr(writing, "processes", lambda: state)
+    monkeypatch.setattr(target, "processes", lambda: state)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load := Mock())
-    writing.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
+    target.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
     assert load.call_args.kwargs["device_map"] == torch.device("cuda", rank)
     assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
 
@@ -301,9 +295,9 @@ def test_rows_are_held_out_of_each_cache(num_eval_rows: float, monkeypatch: pyte
         def __len__(self) -> int:
             return self.length
 
-    monkeypatch.setattr(training, "FeatureDataset", Cache)
-    monkeypatch.setattr(training, "load_tokenizer", lambda *_: None)
-    data = training.cached_data(["40", "80"], num_eval_rows, 3)
+    monkeypatch.setattr(phases, "FeatureDataset", Cache)
+    monkeypatch.setattr(phases, "load_tokenizer", lambda *_: None)
+    data = phases.cached_data(["40", "80"], num_eval_rows, 3)
     parts = (0.25, 0.25) if num_eval_rows < 1 else (2, 4)
     first, second = (held_out_numbers(size, part, 3) for size, part in zip((40, 80), parts, strict=True))
     assert (len(first), len(second)) == ((10, 20) if num_eval_rows < 1 else (2, 4))
@@ -317,7 +311,7 @@ def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
     args = RecipeArguments(target=str(DEMO_TARGET), data="none")
     tokenizer, config = AutoTokenizer.from_pretrained(DEMO_TARGET), AutoConfig.from_pretrained(DEMO_TARGET)
     rows = load_conversations(write_jsonl(tmp_path / "rows.jsonl", ["broken"]))
-    assert training.prepared_held_out(args, tokenizer, config, rows) is None
+    assert phases.prepared_held_out(args, tokenizer, config, rows) is None
     assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
     Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
     assert "tune: left out, because it needs two prompts" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Recording what is generated: rows are the target's own states and tokens, and decoding goes on whatever happens."""
 
 import errno
-import json
 import os
 import random
 import re
@@ -17,12 +16,12 @@ import pytest
 import torch
 from block import make_block_model
 from chains import make_chain_drafter, make_chain_target
-from commands import gumiho
+from commands import gumiho, refuse
 from datasets import Dataset
 from pretend_device import pretending
 from targets import Pair, make_drafter, make_pair, make_prompts, make_target
 from training_data import DEMO_TARGET, make_tokenizer
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from transformers_gumiho import GumihoModel, record
@@ -32,7 +31,7 @@ from transformers_gumiho.training import (
     FeatureDataset,
     GumihoTrainer,
     GumihoTrainingArguments,
-    feature_cache,
+    cache_writer,
     recorded_call,
     recording,
     write_feature_cache,
@@ -129,6 +128,25 @@ def test_a_turn_after_a_cache_begins_after_it(tmp_path: Path, pair: Pair) -> Non
     assert first["input_ids"].tolist() == text[0, 4:-1].tolist()
     assert first["loss_mask"].sum() == 22
     assert second["input_ids"].tolist() == later[0, :-1].tolist(), "a prompt without tokens is left out"
+
+
+def test_a_program_that_changes_its_directory_goes_on_in_the_named_folder(
+    tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    monkeypatch.chdir(one)
+    with record(pair[0], "cache", TOKENIZER):
+        text = generate(*pair)
+        monkeypatch.chdir(two)
+        other = generate(*pair, 4)
+    monkeypatch.chdir(one)
+    dataset = FeatureDataset("cache")
+    monkeypatch.chdir(two)
+    rows = [row["input_ids"].tolist() for row in dataset]
+    assert rows == [*text[:, :-1].tolist(), *other[:, :-1].tolist()]
+    assert not list(two.iterdir())
 
 
 def test_of_long_texts_the_written_parts_are_kept(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,27 +275,18 @@ def test_a_drafter_of_other_layers_ends_the_recording(
         generate(pair[0], make_drafter(pair[0], target_layer_ids=[0, 1]))
 
 
-@pytest.mark.parametrize("file", ["shard-00001", "made_from.json", "cache.json"])
 def test_a_full_disk_ends_the_recording_and_leaves_it_whole(
-    tmp_path: Path, pair: Pair, file: str, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recording, "_ROWS_PER_SHARD", 1)
-    save, write = feature_cache.save_file, Path.write_text
+    save, is_full = cache_writer.save_file, False
 
     def save_what_fits(tensors: Any, path: Path, metadata: Any) -> None:
-        if is_full and file in path.name:
+        if is_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path, metadata)
 
-    def write_what_fits(path: Path, text: str, **kwargs: Any) -> int:
-        if is_full and file in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, **kwargs)
-
-    monkeypatch.setattr(feature_cache, "save_file", save_what_fits)
-    monkeypatch.setattr(Path, "write_text", write_what_fits)
-    is_full = False
+    monkeypatch.setattr(cache_writer, "save_file", save_what_fits)
     with record(pair[0], tmp_path, TOKENIZER), one_warning(caplog, "No space left on device"):
         text = generate(*pair)
         is_full = True
@@ -331,17 +340,17 @@ def test_a_drafter_trains_on_what_was_recorded_and_on_other_data_of_the_target(t
     other = make_target(seed=1, vocab_size=len(TOKENIZER)).float()
     with record(other, tmp_path / "other", TOKENIZER):
         generate(other, make_drafter(other))
-    with pytest.raises(ValueError, match=r"other/made_from.json' was created with different settings: model"):
+    with pytest.raises(ValueError, match=r"other' was created with different settings: model"):
         train([tmp_path / "recorded", tmp_path / "other"], tmp_path / "out")
     with record(target, tmp_path / "layers", TOKENIZER):
         generate(target, make_drafter(target, target_layer_ids=[0, 1]))
-    with pytest.raises(ValueError, match=r"layers/made_from.json' was created .*target_layer_ids"):
+    with pytest.raises(ValueError, match=r"layers' was created .*target_layer_ids"):
         train([tmp_path / "recorded", tmp_path / "layers"], tmp_path / "out")
     second = make_tokenizer()
     second.add_tokens("<another>")
     with record(target, tmp_path / "tokens", second):
         generate(target, drafter)
-    with pytest.raises(ValueError, match=r"tokens/made_from.json' was created with different settings: tokenizer"):
+    with pytest.raises(ValueError, match=r"tokens' was created with different settings: tokenizer"):
         train([tmp_path / "recorded", tmp_path / "tokens"], tmp_path / "out")
 
 
@@ -376,6 +385,24 @@ def test_a_served_target_that_cannot_be_recorded_drafts_on(
     assert generate(*pair).shape == (1, 29)
 
 
+def test_a_served_folder_records_a_share_within_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, settings, found = str(tmp_path / "served"), ["--record_share", "0.5", "--record_max_gigabytes", "2"], []
+    words = ["attach", str(DEMO_TARGET), str(DRAFTER), "--output_dir", served, "--record", str(tmp_path / "recorded")]
+    gumiho(*words, *settings)
+    monkeypatch.setattr(recording, "record", lambda *args, **kwargs: found.append((args[1], kwargs)))
+    target = AutoModelForCausalLM.from_pretrained(served, trust_remote_code=True)
+    target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    assert found == [(str(tmp_path / "recorded"), {"share": 0.5, "max_gigabytes": 2.0})]
+    refuse(
+        "`share` must be above 0 and at most 1, got 0.0",
+        *words[:4],
+        str(tmp_path / "b"),
+        *words[5:],
+        "--record_share",
+        0,
+    )
+
+
 def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path: Path) -> None:
     """A recording of a served folder, made in another process."""
     served, folder = tmp_path / "served", tmp_path / "recorded"
@@ -396,7 +423,6 @@ def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path:
     assert (output / "model.safetensors").exists()
     trained = torch.load(output / "training_args.bin", weights_only=False)
     assert (trained.unroll_serial_head, trained.parallel_weight, trained.parallel_ce_start) == (True, 1, 0)
-    assert json.loads((folder / "made_from.json").read_text())["is_finished"]
 
 
 def test_recording_needs_no_extra_and_generation_none_of_the_training(tmp_path: Path) -> None:

@@ -24,19 +24,21 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from training_data import write_jsonl
-from transformers import AutoModelForCausalLM, GenerationConfig, TrainerState
+from training_data import DEMO_TARGET, write_jsonl
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, TrainerState
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from transformers_gumiho.training import FeatureDataset, GumihoTrainer, GumihoTrainingArguments, feature_extraction
+from transformers_gumiho.training import FeatureDataset, GumihoTrainer, load_conversations, prepare_dataset
+from transformers_gumiho.training.cache_writer import CacheWriter
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
 from transformers_gumiho.training.recipe import plan, progress
 from transformers_gumiho.training.recipe.command import run_train_command
-from transformers_gumiho.training.recipe.defaults import device_defaults, learning_rates
+from transformers_gumiho.training.recipe.options import read_options
 from transformers_gumiho.training.writing import row_file
 
 
+DEMO_DRAFTER = DEMO_TARGET.parent / "gumiho"
 SMALL = [
     "--use_cpu", "--per_device_train_batch_size", 2, "--num_eval_rows", 4, "--max_steps", 4,
     "--num_measured_prompts", 2, "--measured_new_tokens", 3, "--feature_noise", 0, "--logging_steps", 1,
@@ -283,12 +285,13 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     interrupt(row_file, "append_rows", 1, *run)
     with (work / "answers.jsonl").open("a") as file:
         file.write('{"prompt": "half a')
-    interrupt(feature_extraction, "save_shard", 1, *run)
+    interrupt(CacheWriter, "save", 1, *run)
     interrupt(GumihoTrainer, "train", 1, *run)
     interrupt(GumihoTrainer, "training_step", 3, *run)
     assert (work / "heads" / "checkpoint-3").is_dir()
     interrupt(GumihoTrainer, "calibrate", 0, *run)
-    gumiho(*run)
+    # All of its options are in a file.
+    assert "options: as before, in " in gumiho("train", "--config", work / "resolved.yaml")
     assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
     assert_same_drafter(whole, folder / "stopped")
 
@@ -311,7 +314,7 @@ def test_a_run_of_tokens_that_stops_in_its_second_epoch_ends_in_the_same_drafter
     said: list[logging.LogRecord] = []
     monkeypatch.setattr(logging.getLogger("transformers.trainer_utils"), "callHandlers", said.append)
     assert "published: continues from" in gumiho(*runs["stopped_tokens"])
-    assert not said, "transformers compares with the checkpoint"
+    assert not [entry for entry in said if "do not match" in entry.getMessage()]
     assert_same_drafter(folder / "stopped_tokens", folder / "tokens")
 
 
@@ -342,7 +345,12 @@ def test_a_full_disk_is_told_and_the_run_goes_on(
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 @pytest.mark.parametrize(
-    "files", [["model.safetensors"], ["work/features/shard-00000.safetensors", "work/held_out/cache.json"]], ids=len
+    "files",
+    [
+        ["model.safetensors"],
+        ["work/features/shard-000-00000.safetensors", "work/held_out/shard-000-00000.safetensors"],
+    ],
+    ids=len,
 )
 def test_a_finished_run_makes_again_what_is_missing(
     folder: Path, whole: Path, files: list[str], how: str, tmp_path: Path
@@ -486,17 +494,25 @@ def test_a_target_has_one_fingerprint_wherever_it_is(
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By the disk and by the device's memory, with what helps; what was asked to start all the same starts."""
+    """By the disks and by free memory, with what helps; what was asked to start all the same starts."""
     run = command(folder, "huge", *UP_TO_TRAINING)
     usage = shutil.disk_usage(folder)._replace(free=9)
     with monkeypatch.context() as patch:
         patch.setattr(plan.shutil, "disk_usage", lambda _: usage)
         refuse("The run needs about", *run)
-    monkeypatch.setattr(plan, "memory_of", lambda _: 10**5)
+        here = tmp_path_factory.mktemp("datasets")
+        patch.setattr(plan.datasets_config, "HF_DATASETS_CACHE", here)
+        patch.setattr(plan, "_disk_of", str)
+        patch.setattr(plan.shutil, "disk_usage", lambda path: usage._replace(free=9 if path == here else 10**12))
+        refuse("The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE", *run)
+        patch.setattr(plan, "_SHARED_MEMORY", here)
+        patch.setattr(plan, "datasets_config", SimpleNamespace(HF_DATASETS_CACHE=folder))
+        refuse("The 2 workers of the loader keep about", *run, "--dataloader_num_workers", 2)
+    monkeypatch.setattr(plan, "free_memory", lambda: 10**5)
     refuse("stage 'write' needs about", *run)
-    refuse("What helps: a smaller --writing_batch_size, --device_map auto, or a server (--endpoint)", *run)
+    refuse("What helps: a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)", *run)
     assert not list((folder / "huge" / "work").iterdir())
     output = gumiho(*run, "--ignore_plan", "--plan")
     assert "40 rows of data" in output
@@ -505,6 +521,26 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
     refuse("stage 'train' needs about", *cached)
     num_rows = len(FeatureDataset(whole / "work" / "features"))
     assert f"{num_rows} rows of data" in gumiho(*cached, "--ignore_plan", "--plan")
+
+
+def test_a_plan_counts_the_tokens_of_all_turns_and_windows(folder: Path, tmp_path: Path) -> None:
+    """A long text is cut into rows, and each question of a conversation is answered."""
+
+    def counted(rows: list[dict[str, Any]], *words: object) -> tuple[int, int]:
+        data = write_jsonl(tmp_path / "data.jsonl", rows)
+        output = gumiho(*command(folder, "counted", "--plan", "--num_eval_rows", 0, "--data", data, *words))
+        (found,) = re.findall(r"^([\d,]+) rows of data, ([\d,]+) tokens$", output, re.MULTILINE)
+        return tuple(int(number.replace(",", "")) for number in found)
+
+    texts = [{"text": "import os\n" * 300}, {"text": "import json\n" * 290}]
+    data = load_conversations(write_jsonl(tmp_path / "texts.jsonl", texts))
+    tokenizer, config = make_chat_tokenizer(), make_chat_target().config
+    rows, report = prepare_dataset(data, tokenizer, config, max_length=256, packing=False)
+    assert len(rows) > 4
+    assert counted(texts, "--regenerate", "false") == (len(rows), report.num_tokens)
+    turn = [{"role": "user", "content": "import what?"}, {"role": "assistant", "content": "os"}]
+    (_, of_one), (_, of_three) = (counted([{"messages": turn * number}]) for number in (1, 3))
+    assert of_three >= of_one + 2 * (len(tokenizer("import what?")["input_ids"]) + 12 // 2)
 
 
 @pytest.mark.parametrize(
@@ -545,6 +581,16 @@ def test_the_finished_drafter_alone_is_pushed(folder: Path, whole: Path, monkeyp
     assert "\n# pushed\n" in Path("README.md").read_text()
 
 
+def test_a_drafter_that_may_not_be_pushed_is_not_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: Any, **__: Any) -> None:
+        raise OSError("403 Forbidden: your token has no write permission")
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/forbidden"))
+    monkeypatch.setattr(HfApi, "auth_check", forbid)
+    refuse("403 Forbidden: your token has", *command(folder, "forbidden", *UP_TO_TRAINING, "--push_to_hub"))
+    assert not (folder / "forbidden").exists()
+
+
 def test_a_folder_has_one_run_at_a_time(folder: Path, whole: Path) -> None:
     with sole_writer(whole / "work"):
         refuse("Another run is writing there", *command(folder, "whole", *UP_TO_TRAINING))
@@ -559,10 +605,12 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, 
     file.write_text("everywhere:\n  learn_rate: 1\n")
     refuse("There is no option 'learn_rate'", *run)
     file.write_text("gpu:\n  num_rows: 1\n")
-    refuse("has the part 'gpu'. Its parts are everywhere, accelerator, cpu", *run)
-    for text in ("- num_rows", "cpu: 7", "cpu:\n- num_rows: 7\n"):
+    refuse("has 'gpu'. Its parts are everywhere, accelerator, cpu, phases, each with options", *run)
+    for text, part in (("- num_rows", "\"['num_rows']\""), ("cpu: 7", "'cpu'"), ("cpu:\n- num_rows: 7\n", "'cpu'")):
         file.write_text(text)
-        refuse("has no parts with options. Its parts are everywhere, accelerator, cpu", *run)
+        refuse(f"has {part}. Its parts are everywhere, accelerator, cpu", *run)
+    file.write_text("phases: {only: {max_steps: 3}}")
+    refuse("--recipe and the phases of --config are two recipes", *run, "--recipe", "published")
     as_yaml = "{num_rows: 4, cache_features: false, stages: train, chat_template_kwargs: {quick: true}}"
     file.write_text(f"cpu: {as_yaml}")
     output = gumiho(*run)
@@ -570,32 +618,38 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, 
     assert "features " not in output
 
 
-def test_what_is_given_decides_the_other_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "width", "expected"),
+    [
+        ([], 576, [1e-3, 1e-3]),
+        ([], 4096, [2e-4, 2e-4]),
+        (["--drafter", str(DEMO_DRAFTER)], 4096, [5e-5]),
+        (["--learning_rate", "1"], 4096, [1, 1]),
+        (["--use_cpu=true"], 4096, [3e-4, 4e-4]),
+    ],
+)
+def test_the_learning_rate_follows_the_width_on_an_accelerator(
+    words: list[str], width: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = read_options(["--output_dir", "x", "--use_cpu", *words], "")
+    options.training.use_cpu = "--use_cpu=true" in words
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    for words, is_cpu in (
-        ([], False),
-        (["--use_cpu"], True),
-        (["--use_cpu=true"], True),
-        (["--use_cpu", "no"], False),
-    ):
-        assert bool(learning_rates(words, 576)) != is_cpu
-    assert learning_rates([], 576)["new"] == 1e-3
-    assert max(learning_rates([], 4096)[kind] for kind in ("new", "further", "heads")) < 5e-4
-    assert learning_rates(["--learning_rate", "1"], 4096) == {}
+    options.fit_to_target(LlamaConfig(hidden_size=width))
+    assert [phase.learning_rate for phase in options.phases.values()] == expected
+
+
+def test_what_is_given_decides_the_other_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps({"everywhere": best | {"eval_strategy": "epoch", "save_strategy": "epoch"}}))
-    found = device_defaults(["--config", str(file)])
-    assert {name: found[name] for name in best} == best
-    names = [*best, "eval_strategy", "save_strategy"]
-    args = GumihoTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: found[name] for name in names})
+    words = ["--output_dir", str(tmp_path), "--use_cpu"]
+    args = read_options([*words, "--config", str(file)], "").training
+    assert {name: getattr(args, name) for name in best} == best
     assert args.greater_is_better is False, "the best loss is the lowest"
-    found = device_defaults(["--save_strategy", "epoch"])
-    assert found["load_best_model_at_end"]
-    assert found["eval_strategy"] == "epoch"
-    assert "load_best_model_at_end" not in device_defaults(["--save_strategy", "no"])
+    args = read_options([*words, "--save_strategy", "epoch"], "").training
+    assert args.load_best_model_at_end
+    assert args.eval_strategy == "epoch"
+    assert not read_options([*words, "--save_strategy", "no"], "").training.load_best_model_at_end
     with pytest.raises(SystemExit):
         gumiho("train", "--output_dir", tmp_path, "--save_steps", "x")
     assert "invalid float value: 'x'" in capsys.readouterr().err

@@ -20,10 +20,10 @@ from transformers_gumiho.training import (
     CachedFeatures,
     FeatureDataset,
     GumihoDataCollator,
-    draft_vocabulary,
+    draft_restriction,
     write_feature_cache,
 )
-from transformers_gumiho.training.draft_vocabulary import choose_draft_vocabulary, count_answer_tokens
+from transformers_gumiho.training.draft_restriction import choose_draft_vocabulary, count_answer_tokens
 from transformers_gumiho.training.unrolling import unroll_serial_head
 
 
@@ -193,7 +193,7 @@ def test_a_resumed_run_has_the_vocabulary_and_the_end_of_an_uninterrupted_one(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("counted again, on what may be other data by now")
 
-    monkeypatch.setattr(draft_vocabulary, "count_answer_tokens", refuse)
+    monkeypatch.setattr(draft_restriction, "count_answer_tokens", refuse)
     resumed = make_trainer(target, tmp_path / "killed", make_drafter(target, seed=5), **settings)
     resumed.train(resume_from_checkpoint=True)
     torch.testing.assert_close(resumed.drafter.state_dict(), whole.drafter.state_dict())

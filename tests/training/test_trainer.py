@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
-    LlamaConfig,
     PreTrainedModel,
     TorchAoConfig,
     TrainerCallback,
@@ -30,7 +29,7 @@ from transformers import (
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.generation.observers import observing
-from transformers_gumiho.internals import adopt_attention_implementation
+from transformers_gumiho.internals import set_attention_implementation
 from transformers_gumiho.training import GumihoDataCollator, GumihoTrainer, measure_acceptance
 from transformers_gumiho.training.unrolling import unroll_serial_head
 
@@ -488,7 +487,7 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"`compute_loss_func` .* Leave it out"):
         make_trainer(target, tmp_path, compute_loss_func=lambda *_, **__: 0)
     flash = make_drafter(target)
-    adopt_attention_implementation(flash.config, LlamaConfig(attn_implementation="flash_attention_2"))
+    set_attention_implementation(flash.config, "flash_attention_2")
     with pytest.raises(ValueError, match="The drafter's attention is 'flash_attention_2'"):
         make_trainer(target, tmp_path, flash)
     with pytest.raises(ValueError, match="`loss_chunk_size` must be at least 1, got 0"):

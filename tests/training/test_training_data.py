@@ -1,8 +1,10 @@
 """From conversations to rows: what is read, which tokens count, what is skipped and reported, what is refused."""
 
+import errno
 import gzip
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.arrow_writer import ArrowWriter
 from tokenizers import normalizers
 from training_data import (
     CHATML,
@@ -31,7 +34,7 @@ from transformers_gumiho.training import GumihoDataCollator, load_conversations,
 from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import held_out_numbers, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
 
 
 ROW = ("input_ids", "loss_mask")
@@ -134,6 +137,19 @@ def test_a_tokenizer_that_ends_texts_changes_nothing_else(
     assert found["loss_mask"] == expected["loss_mask"] == [0, 0, 0] + [1] * len(completion.split()) + [0]
     for tokenizer in (plain, ends):
         assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["what is"], [])) == ["<s>", "what", "is"]
+
+
+def test_a_text_that_was_rendered_before_begins_once(config: PreTrainedConfig) -> None:
+    tokenizer = make_ending_tokenizer("")
+    for row in ({"text": "what is this"}, {"prompt": "what is ", "completion": "this"}):
+        first, *others = row
+        rendered = {first: f"<s>{row[first]}"} | {name: row[name] for name in others}
+        found = [
+            prepare_dataset(Dataset.from_list([of]), tokenizer, config, packing=False)[0][0] for of in (row, rendered)
+        ]
+        assert found[0] == found[1]
+        assert tokenizer.convert_ids_to_tokens(found[1]["input_ids"]) == ["<s>", "what", "is", "this", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(encode_turn(tokenizer, ["<s>what is"], [])) == ["<s>", "what", "is"]
 
 
 def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig) -> None:
@@ -292,6 +308,36 @@ def test_data_that_cannot_be_read_is_named(name: str, data: bytes, message: str,
         load_conversations(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "folder"])
+def test_a_file_that_has_changed_is_read_again_whatever_its_time(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    file = path / "a.jsonl" if name == "folder" else path
+    for text in ("os", "re"):
+        Dataset.from_list([{"text": text}]).to_csv(file) if name == "data.csv" else write_jsonl(file, [{"text": text}])
+        os.utime(file, (1e9, 1e9))
+        (row,) = load_conversations(str(path))
+        assert (json.loads(row["json_line"]) if "json_line" in row else row) == {"text": text}
+
+
+def test_a_full_cache_of_datasets_is_no_fault_of_the_file(
+    tmp_path: Path, config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = (write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"import {name}"}]) for name in ("os", "re"))
+    rows = load_conversations(path)
+
+    def write(self: ArrowWriter, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArrowWriter, "finalize", write)
+    message = r"The disk is full on which `datasets` keeps .* set HF_DATASETS_CACHE"
+    with pytest.raises(OSError, match=message):
+        load_conversations(other)
+    with pytest.raises(OSError, match=message):
+        prepare_dataset(rows, make_tokenizer(), config, max_length=64)
+
+
 def test_a_table_of_texts_keeps_them_as_they_are(tmp_path: Path) -> None:
     rows = [{"prompt": "null", "completion": "007"}, {"prompt": "NA", "completion": None}]
     (tmp_path / "data.csv").write_text("prompt,completion\nnull,007\nNA,\n" + "1,2\n" * 10_000 + "a,b\n")
@@ -341,7 +387,7 @@ def test_a_folder_of_one_kind_is_read_whole_and_one_of_several_is_refused(kind: 
     for number in range(2):
         rows = Dataset.from_list([{"text": f"{kind} {number}"}])
         getattr(rows, f"to_{kind.removesuffix('l')}")(folder / f"{number} [x].{kind}")
-    for name in (f"0.{kind}.settings.json", "notes.txt"):
+    for name in (f"0.{kind}.made_from.json", "notes.txt"):
         (folder / name).write_text("{}")
     assert len(load_conversations(str(folder))) == 2
     (folder / ("more.csv" if kind == "parquet" else "more.parquet")).write_text("text")
@@ -556,7 +602,13 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     usable, report = usable_rows(
         Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
     )
-    assert usable["prompt"] == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
+    assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
+    lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
+    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
+    (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
+    num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
+    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report
@@ -626,6 +678,12 @@ def test_packed_rows_and_others_share_a_batch() -> None:
     for rows in ([packed, alone], [alone, packed]):
         batch = GumihoDataCollator()(rows)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1] if row is packed else [0, 1, 2, 0] for row in rows]
+        table = Dataset.from_list([row | {"position_ids": row.get("position_ids")} for row in rows])
+        assert GumihoDataCollator()([*table])["position_ids"].equal(batch["position_ids"]), (
+            "a table holds no value there"
+        )
+        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
+            GumihoDataCollator()([rows[0], rows[1] | {"hidden_states": torch.zeros(len(rows[1]["input_ids"]), 4)}])
         everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 

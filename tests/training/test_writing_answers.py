@@ -15,6 +15,7 @@ from targets import make_target
 from training_data import CHATML, DEMO_TARGET, FORGETFUL, MARKED, MESSAGES, OPENING, make_tokenizer, read_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
+from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
@@ -165,19 +166,53 @@ def test_nothing_beside_a_row_changes_it(
     assert together[3][0] == plain[0, 1:].tolist()
 
 
-def test_rows_that_end_take_no_further_passes(monkeypatch: pytest.MonkeyPatch, calls_of: Any) -> None:
-    target, ids = make_target(), torch.tensor([[3, 1, 4]])
+@pytest.mark.parametrize("family", ["llama", "qwen2_mixed"])
+def test_rows_that_end_make_room_for_others(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each piece, within the batch and the tokens of a pass. Windowed layers let all rows of a batch end first."""
+    engine, calls = LocalEngine(make_target(family), batch_size=3, tokens_per_pass=8), list[tuple[int, int, bool]]()
     monkeypatch.setattr(local, "_NUM_TOKENS", 2)
-    first = target.generate(ids, do_sample=False, max_new_tokens=1, eos_token_id=None)[0, -1].item()
-    generations = calls_of(target, "generate")
-    engine = LocalEngine(target)
-    engine.ends = frozenset({first})
-    found = [new for new, _ in engine.complete([Request(p, 8, None, 0) for p in ([3, 1, 4], [2, 7, 1], [5, 5, 6])])]
-    assert found[0] == [first]
-    left = [sum(len(new) > step for new in found) for step in (0, 2, 4, 6)]
-    sizes = [len(generation.args[0]) for generation in generations]
-    assert sizes == [size for size in left if size]
-    assert sizes[1] < 3
+    requests = [
+        Request([1 + n % 5] * length, 2 + 3 * n % 8, None, 0) for n, length in enumerate((6, 5, 4, 2, 1, 3, 9))
+    ]
+    alone = [engine.complete([request])[0] for request in requests]
+    generate = engine.target.generate
+
+    def look(ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+        cache = settings.get(CACHE_NAME)
+        calls.append((*ids.shape, cache is None or not cache.get_seq_length()))
+        return generate(ids, **settings)
+
+    monkeypatch.setattr(engine.target, "generate", look)
+    assert engine.complete(requests) == alone
+    assert max(num_rows for num_rows, *_ in calls) <= 3
+    assert all(num_rows * width <= 8 or num_rows == 1 for num_rows, width, is_prompt in calls if is_prompt)
+    if family == "llama":
+        last_prompt = max(number for number, (*_, is_prompt) in enumerate(calls) if is_prompt)
+        # A row that ends with its first token leaves its place empty for one piece.
+        assert min(num_rows for num_rows, _, is_prompt in calls[:last_prompt] if not is_prompt) >= 2
+
+
+def test_a_batch_that_is_too_large_for_the_memory_is_halved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows go on where they were; where not even one fits, the device's error stays."""
+    engine, most = LocalEngine(make_target(), batch_size=4), 2
+    monkeypatch.setattr(local, "_NUM_TOKENS", 3)
+    requests = [Request([1 + n] * (n + 2), 8, Sampling(), n) for n in range(5)]
+    alone, generate = [engine.complete([request])[0] for request in requests], engine.target.generate
+
+    def fail(ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+        if len(ids) > most and ids.shape[1] > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return generate(ids, **settings)
+
+    monkeypatch.setattr(engine.target, "generate", fail)
+    assert engine.complete(requests) == alone
+    assert engine.batch_size == 2
+    assert "memory is too small for 4 rows: now 2 at a time" in capsys.readouterr().out
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.complete(requests)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +289,11 @@ def test_rows_that_are_of_no_use_say_why(
     assert "no room for an answer" in rows[1]["skipped"]
     assert [len(row["messages"]) for row in rows[2:]] == [2, 3]
     assert "no room" in rows[2]["left_out"]
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())  # it is wrapped
     assert "4 rows with 2 answers. Left out: 2 (there is no room for an answer within the maximum length), 1 (" in text
     assert "100% of the answers were cut at a limit: raise `--max_new_tokens`" in text
+    regenerate([{"messages": MESSAGES[:2]}], target, tmp_path / "short.jsonl", max_length=60, max_new_tokens=50)
+    assert "were cut at a limit: raise `--max_length`" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(
         ValueError, match=r"No row could be answered: 1 rows with 0 answers. Left out: 1 \(there is no"
     ):

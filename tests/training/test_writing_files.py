@@ -19,12 +19,12 @@ from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
     WritingSettings,
-    feature_cache,
+    cache_writer,
     regenerate_dataset,
     synthesize_dataset,
     write_feature_cache,
 )
-from transformers_gumiho.training.data.run_files import check_begun_with
+from transformers_gumiho.training.data.manifest import begin
 from transformers_gumiho.training.writing import row_file
 
 
@@ -88,7 +88,7 @@ def test_more_questions_begin_with_those_that_are_there(whole: Whole, tmp_path: 
     ("write", "owner", "name"),
     [
         (write_answers, row_file, "append_rows"), (write_questions, row_file, "append_rows"),
-        (write_features, feature_cache, "save_file"),
+        (write_features, cache_writer, "save_file"),
     ],
     ids=["answers", "questions", "features"],
 )  # fmt: skip
@@ -143,16 +143,22 @@ def test_a_file_of_something_else_is_left_as_it_is(write: Any, lines: str, tmp_p
 
 
 def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, beside = tmp_path / "a.jsonl", tmp_path / "a.jsonl.settings.json"
+    path, beside = tmp_path / "a.jsonl", tmp_path / "a.jsonl.made_from.json"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", no_room)
-        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.settings.json': No space left on device"):
-            check_begun_with(path, {"seed": 0})
-    check_begun_with(path, {"seed": 1})
+        with pytest.raises(OSError, match=r"Could not write '.*a.jsonl.made_from.json': No space left on device"):
+            begin(path, {"seed": 0})
+    begin(path, {"seed": 1})
     path.write_text("{}\n")
+    (old := path.with_name("a.jsonl.settings.json")).write_text("{}")
+    begin(path, {"seed": 1})
+    beside.unlink()
+    with pytest.raises(ValueError, match=r"An earlier version began .* Delete 'a.jsonl.settings.json' to continue"):
+        begin(path, {"seed": 1})
+    old.unlink()
     beside.write_text("")
-    with pytest.raises(ValueError, match=r"a.jsonl.settings.json' is damaged. .* Delete it to continue"):
-        check_begun_with(path, {"seed": 0})
+    with pytest.raises(ValueError, match=r"a.jsonl.made_from.json' is damaged. .* Delete it to continue"):
+        begin(path, {"seed": 0})
 
 
 # Runs `gumiho` with each list of words in a file. In the last run, the second process is killed after three writes.

@@ -51,7 +51,7 @@ def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp
     for row in read_jsonl(tmp_path / "a.jsonl"):
         asked = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)
         assert row["generations"][0]["prompt_ids"] == asked["input_ids"]
-    assert "top_k=50" in (tmp_path / "a.prompts.jsonl.settings.json").read_text()
+    assert "top_k=50" in (tmp_path / "a.prompts.jsonl.made_from.json").read_text()
 
 
 def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -59,7 +59,8 @@ def test_what_follows_an_opening_is_the_targets(target: PreTrainedModel, tmp_pat
     settings: dict[str, Any] = {"batch_size": 5, "sampling": Sampling(temperature=0.01), "max_prompt_tokens": 12}
     with pytest.raises(ValueError, match="0 are of use"):
         synthesize(target, tmp_path / "a.jsonl", 1, openings=openings, **settings)
-    found = [row["prompt"] for row in read_jsonl(tmp_path / "a.jsonl")[:5]]
+    rows = sorted(read_jsonl(tmp_path / "a.jsonl"), key=lambda row: row["row"])
+    found = [row["prompt"] for row in rows[:5]]
     for opening, text in zip(openings, found, strict=True):
         ids = tokenizer(f"<|im_start|>user\n{opening}", return_tensors="pt", add_special_tokens=False)
         said = tokenizer.decode(target.generate(**ids, max_new_tokens=12, do_sample=False)[0])
@@ -80,9 +81,12 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel, tmp_pa
     prompts = []
 
     class Engine(LocalEngine):
-        def complete(self, requests: Any) -> Any:
-            prompts.extend(request.prompt_ids for request in requests)
-            return [([4, 5, 1], True) for _ in requests]
+        def run(self, tasks: Any, is_proven: bool = True) -> Any:
+            for number, task in tasks:
+                prompts.append(task.send(None).prompt_ids)
+                with pytest.raises(StopIteration) as ended:
+                    task.send(([4, 5, 1], True))
+                yield number, ended.value.value
 
     engine = Engine(target, 1)
     dataset = synthesize_dataset(1, engine, tokenizer, tmp_path / "a.jsonl", openings=["who wrote"])

@@ -14,7 +14,7 @@ from chat_target import make_chat_target, make_chat_tokenizer
 from commands import gumiho, refuse
 from datasets import Dataset
 from servers import free_port
-from training_data import MESSAGES, read_jsonl, write_jsonl
+from training_data import MESSAGES, make_ending_tokenizer, read_jsonl, write_jsonl
 from transformers.utils.import_utils import is_serve_available
 
 from transformers_gumiho.training import (
@@ -172,6 +172,24 @@ def test_a_server_without_token_ids_is_used_by_text(
         assert row["ended"] == other["ended"]
     out = capsys.readouterr().out
     assert out.count("sends no token ids: texts are encoded again") == 1
+    assert out.count("It may leave special tokens out of its texts") == 1
+
+
+def test_texts_for_a_server_begin_once_and_keep_their_marks(serve: Serve, tmp_path: Path) -> None:
+    """A server's tokenizer begins a text itself, and leaves special tokens out unless it is asked."""
+
+    def keeps_marks(path: str, body: dict[str, Any], number: int) -> Reply:
+        keeps = body.pop("skip_special_tokens", True) is False
+        return completion("this [SEP] test" if keeps else "this test") if number else (422, {})
+
+    server, tokenizer = serve(keeps_marks), make_ending_tokenizer("")
+    engine = ServerEngine(server.url, "tiny", tokenizer, concurrency=1)
+    regenerate_dataset(Dataset.from_list([{"prompt": "what is"}]), engine, tokenizer, tmp_path / "a.jsonl", SETTINGS)
+    (row,) = read_jsonl(tmp_path / "a.jsonl")
+    assert server.requests[-1]["prompt"] == "what is"
+    assert tokenizer.convert_ids_to_tokens(row["generations"][0]["prompt_ids"]) == ["<s>", "what", "is"]
+    written = tokenizer.convert_ids_to_tokens(row["generations"][0]["answer_ids"])
+    assert written == ["this", "[SEP]", "test", "</s>"]
 
 
 def test_servers_of_different_software_lose_no_rows(

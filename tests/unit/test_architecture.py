@@ -26,7 +26,7 @@ MAY_IMPORT = {
     # With `generation`, training measures tau and records what is generated.
     "training": ("internals model generation.verification generation training.data training.losses training.writing"),
     "training.writing": "internals model generation.verification training.data",
-    "training.recipe": "files model training.data training training.writing",
+    "training.recipe": "files internals model generation.verification training.data training training.writing",
     "tools.metrics": "",
     "tools.pairs": "files model generation.verification training.data",
     "tools.measuring": "files model generation.verification generation.drafting generation training.data",
@@ -38,7 +38,9 @@ MAY_IMPORT = {
         "model generation.tree generation.verification generation.drafting generation training.data tools.pairs "
         "tools.measuring"
     ),
-    "tools": "files model generation training.data training.recipe tools.pairs tools.benchmarking tools.tuning",
+    "tools": (
+        "files model generation training training.data training.recipe tools.pairs tools.benchmarking tools.tuning"
+    ),
     "vllm": "files model",
     "custom_generation": "internals model generation training",
     "__init__": "internals model generation.verification generation.drafting generation training",

@@ -21,7 +21,6 @@ from transformers_gumiho.generation.drafting.context_drafts import (
     MatchEstimates,
     NgramIndex,
     RowDrafts,
-    longest_run,
 )
 from transformers_gumiho.generation.sequences import CommittedSequences
 from transformers_gumiho.generation.tree.walk import Path
@@ -108,38 +107,6 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
     assert drafts.num_right == [1, 0, 0], "2, and 9 in place of 3"
     assert (branch.scores[0] == -math.inf).all()
     assert branch.tokens[2].tolist() == [3, 4, 5]
-
-
-def test_a_text_that_goes_on_as_before_is_drafted_in_longer_and_longer_runs() -> None:
-    circle = [1, 2, 3, 4, 5, 6, 7]
-    text = circle + circle[:3]
-    drafts = ContextDrafts(lambda starts: [text[starts[0] :]], [0], num_tokens=2, max_ngram_size=2, vocab_size=50)
-
-    def draft(lengths: range = range(3, 100)) -> tuple[int, bool]:
-        branch = drafts.draft(CPU, lengths)
-        length = branch.tokens.shape[1]
-        assert branch.tokens[0].tolist() == [circle[(len(text) + place) % 7] for place in range(length)]
-        return length, branch.is_run
-
-    def go_on(num_tokens: int) -> None:
-        text.extend([circle[(len(text) + place) % 7] for place in range(num_tokens)])
-
-    lengths = []
-    for _ in range(5):
-        lengths.append(draft())
-        go_on(lengths[-1][0] + 1)
-    assert lengths == [(2, False), (4, True), (8, True), (8, True), (8, True)], "twice as many, at most four times"
-    assert draft(range(3, 6)) == (5, True), "no longer than it may be"
-    go_on(6)
-    assert draft(range(11, 100)) == (2, False), "all were right, and a run would have to be longer"
-    go_on(2)
-    assert draft() == (4, True), "both were right"
-    go_on(3)
-    assert draft() == (2, False), "one too few to know that all are right"
-
-
-def test_logits_of_runs_fit_in_memory() -> None:
-    assert [longest_run(num_tokens) for num_tokens in (1, 10, 16, 40)] == [4, 40, 64, 64]
 
 
 def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:

@@ -400,8 +400,9 @@ new.load_state_dict(old.state_dict())
 new.set_generation_config(old.generation_config)
 plain = target.generate(**call)
 num_passes, text = passes_of(target, lambda: target.generate(**call, assistant_model=new))
-assert text.equal(plain) and num_passes < 24
-assert target.generate(**call, assistant_model=old).equal(plain)
+assert text.equal(plain) and num_passes < 16
+for drafter in (old, new):
+    assert passes_of(target, lambda: target.generate(**call, assistant_model=drafter))[0] == num_passes, "with trees"
 second.attach(target, new)
 assert passes_of(target, lambda: target.generate(**call))[0] == num_passes
 second.detach(target)

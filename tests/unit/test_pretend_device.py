@@ -86,35 +86,3 @@ def test_what_does_not_wait_is_not_written_down() -> None:
         ON_HOST.pin_memory().to(x.device, non_blocking=True)
         ON_HOST[ON_HOST > 2].tolist()
         assert not machine.waits
-
-
-def test_views_and_modules_keep_their_device() -> None:
-    layer, on_host = nn.Linear(3, 2), ON_HOST.clone()
-    expected = layer(ON_HOST)
-    expected.sum().backward()
-    gradient, layer.weight.grad = layer.weight.grad, None
-    with pretending():
-        layer.to("cuda:1")
-        assert type(layer.weight) is nn.Parameter
-        x = on_host.to("cuda:1")
-        x.transpose(0, 1)[:, 1].neg_().neg_()
-        output = layer(x)
-        output.sum().backward()
-        for tensor in (x[0], layer.weight, layer.weight.grad, output, *output.topk(1), output.new_zeros(1)):
-            assert tensor.device == torch.device("cuda:1")
-        assert on_host.device.type == "cpu"
-        assert torch.equal(output.cpu(), expected)
-        assert torch.equal(layer.weight.grad.cpu(), gradient)
-
-
-def test_only_one_kind_of_accelerator_knows_float64() -> None:
-    with pretending():
-        for make in (
-            lambda device: ON_HOST.to(device).double(),
-            lambda device: ON_HOST.to(device).cumsum(dim=0, dtype=torch.float64),
-            lambda device: torch.zeros(3, dtype=torch.float64, device=device),
-            lambda device: ON_HOST.double().to(device),
-        ):
-            make("cuda:0")
-            with pytest.raises(TypeError, match="float64"):
-                make("mps")

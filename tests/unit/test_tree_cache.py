@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from transformers_gumiho.generation.verification import prompt as prompt_module
+from transformers_gumiho.generation.verification import takeover
 from transformers_gumiho.generation.verification import tree_cache as tree_caches
+from transformers_gumiho.generation.verification.takeover import take_over
 from transformers_gumiho.generation.verification.tree_cache import TreeCache
 
 
@@ -103,7 +105,7 @@ def test_entries_are_those_of_lists(fixed: bool, case: Case, capacity: int, seed
     held = [[[keys[row, :, slot] for keys in prompt] for slot in range(PROMPT_LENGTH)] for row in range(batch_size)]
     context_mask = torch.tensor([[slot >= number for slot in range(PROMPT_LENGTH)] for number in case.padding])
     context_mask = None if context_mask.all() else context_mask  # as the prompt's
-    cache = TreeCache.from_dynamic(caller, 64 if fixed else capacity, context_mask)
+    cache = take_over(caller, 64 if fixed else capacity, context_mask)
     if fixed:
         cache.fix_shapes(torch.device("cpu"))
 
@@ -163,7 +165,7 @@ def make_dynamic(num_layers: int, length: int) -> tuple[DynamicCache, list[tuple
 
 
 def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_caches, "MOVED_BYTES", 1)
+    monkeypatch.setattr(takeover, "MOVED_BYTES", 1)
     dynamic, states = make_dynamic(num_layers=32, length=100)
     size = sum(keys.nbytes + values.nbytes for keys, values in states)
     allocate, held = TreeCache.allocate, []
@@ -171,10 +173,10 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
     def measuringallocate(self: TreeCache, given: list) -> None:
         allocate(self, given)
         old = [layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers if layer.keys is not None]
-        held.append(sum(old) + sum(group.nbytes for group, _ in self._groups))
+        held.append(sum(old) + sum(group.nbytes for group, _ in self.spans[None].groups))
 
     monkeypatch.setattr(TreeCache, "allocate", measuringallocate)
-    tree_cache = TreeCache.from_dynamic(dynamic, capacity=101)
+    tree_cache = take_over(dynamic, capacity=101)
     assert max(held) < 1.1 * size
     for layer, (keys, values) in zip(tree_cache.layers, states, strict=True):
         assert torch.equal(layer.keys[:, :, :100], keys)
@@ -193,7 +195,7 @@ def test_a_long_cache_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_cache_that_grows_is_never_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     dynamic, states = make_dynamic(num_layers=32, length=2000)
-    cache = TreeCache.from_dynamic(dynamic, capacity=2001)
+    cache = take_over(dynamic, capacity=2001)
     assert len(buffers_of(cache)) == 1, "a small cache, in one buffer until it grows"
     monkeypatch.setattr(tree_caches, "MOVED_BYTES", 1)
     cache.reserve(2100)
@@ -255,9 +257,9 @@ def test_paths_are_kept_in_many_buffers_by_one_index(lengths: list[int], monkeyp
     nodes = torch.tensor([[0, 3, 4], [0, 2, 5]])
     numbers = []
     for moved_bytes in (2**26, 1):
-        monkeypatch.setattr(tree_caches, "MOVED_BYTES", moved_bytes)
+        monkeypatch.setattr(takeover, "MOVED_BYTES", moved_bytes)
         dynamic, _ = make_dynamic(num_layers=32, length=5)
-        cache = TreeCache.from_dynamic(dynamic, capacity=20)
+        cache = take_over(dynamic, capacity=20)
         cache.truncate([5 - length for length in lengths])
         with Operations() as operations:
             cache.keep_path(nodes, [3, 3])

@@ -14,14 +14,13 @@ from transformers.utils import logging
 
 from ..commands import UserValueError
 from ..files import check_folder
-from ..internals import ENTRY, extend_generation_step, named_arguments, prepared_request
+from ..internals import ARGUMENTS_OF_GENERATE, ENTRY, extend_generation_step, prepared_request
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, check_mtp_layers
 from ..model.wrappers import as_target, unwrap_model
-from .verification.placement import drafter_device
 from .verification.requirements import check_pair, check_request, check_target
 from .verification.target_memory import Attachment, memory_of, place_of
-from .verification.traits import TargetTraits, Unsupported
+from .verification.traits import TargetTraits, Unsupported, drafter_device
 from .verification.trial import check_multi_token_decode
 
 
@@ -158,7 +157,7 @@ def generate_where_possible(
     Generates with a drafter if the call names no assistant and can be drafted, and else plainly: by `plain`, the
     `generate()` of the target, with the arguments of the call.
     """
-    given = named_arguments(args, kwargs)
+    given = dict(zip(ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
     is_other = given.get("custom_generate") is not None or given.get("cache_implementation") == "paged"
     if "assistant_model" in given or is_other:
         return plain(*args, **kwargs)

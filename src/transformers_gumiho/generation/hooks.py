@@ -1,6 +1,7 @@
 """Leads `generate(assistant_model=<GumihoModel>)` to the loop: two steps of transformers' `generate()`, or a mixin."""
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,13 @@ from ..internals import (
     given_in_call,
 )
 from ..model.decoding_settings import DECODING_SETTINGS, SETTINGS_OF_CALLS
-from ..model.loading import is_misread_drafter
+from ..model.loading import misread_drafter
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from .attach import AttachedDrafter, named_drafter, warn_of_plain_decoding
 from .loop import decode_with_tree
 from .observers import observers_of_call
 from .sequences import max_length_of
-from .verification.requirements import check_inputs, check_request, unsupported_reason
+from .verification.requirements import check_inputs, check_request
 from .verification.target_memory import memory_of
 from .verification.traits import Unsupported
 
@@ -62,11 +63,10 @@ def _validate_generation_mode(
         # `generate()` hands these arguments on to the decoding step.
         generation_mode_kwargs["assistant_model"] = assistant
     drafter = _drafter_in(assistant)
-    if drafter is None and is_misread_drafter(assistant):
+    if drafter is None and (name := misread_drafter(assistant)):
         raise UserValueError(
-            f"The assistant is a {type(assistant).__name__} from the files of the drafter "
-            f"{assistant.config.name_or_path!r}, some of which this class does not read. Load it with "
-            f"`GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
+            f"The assistant is a {type(assistant).__name__} from the files of the drafter {name!r}, some of which it "
+            f"does not read. Load them with `GumihoModel.from_pretrained`, or pass the name as `assistant_model`."
         )
     if drafter is not None:
         if not isinstance(assistant, AttachedDrafter):  # or the call was checked before it got one
@@ -116,20 +116,22 @@ def _assisted_decoding(
     traits = assistant.traits if isinstance(assistant, AttachedDrafter) else kwargs.pop("traits")
     prompt_length = input_ids.shape[1]
     max_new_tokens = max_length_of(kwargs["stopping_criteria"], config, prompt_length) - prompt_length
-    reason = unsupported_reason(check_inputs, target, traits, input_ids, config, kwargs, max_new_tokens)
-    if reason is None:
-        kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
-        return decode_with_tree(target, input_ids, *args, **kwargs)
-    if not isinstance(assistant, AttachedDrafter):
-        raise Unsupported(reason)
-    warn_of_plain_decoding(target, reason)
-    del kwargs["assistant_model"]
-    return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
+    try:
+        check_inputs(target, traits, input_ids, config, kwargs, max_new_tokens)
+    except Unsupported as reason:
+        if not isinstance(assistant, AttachedDrafter):
+            raise
+        warn_of_plain_decoding(target, str(reason))
+        del kwargs["assistant_model"]
+        return getattr(target, PLAIN_STEP)(input_ids, *args, **kwargs)
+    kwargs |= {"assistant_model": drafter, "traits": traits, "observers": observers_of_call(target, drafter)}
+    return decode_with_tree(target, input_ids, *args, **kwargs)
 
 
 def _note_places(plain: Callable[..., None], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
     """Notes where a model is loaded from. `assistant_model="mtp"` reads its MTP layers there."""
-    memory_of(target).places = {name: kwargs[name] for name in PLACES if kwargs.get(name) not in (None, "")}
+    given = inspect.signature(plain).bind(*args, **kwargs).arguments
+    memory_of(target).places = {name: given[name] for name in PLACES if given.get(name) not in (None, "")}
     plain(*args, **kwargs)
 
 

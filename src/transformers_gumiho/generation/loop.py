@@ -1,6 +1,5 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorLi
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..internals import CACHE_NAME, given_in_call, in_eval_mode
+from ..internals import CACHE_NAME, given_in_call
 from ..model.decoding_settings import SETTINGS_OF_CALLS, DraftingSettings, overridden
 from ..model.modeling_gumiho import GumihoModel
+from ..model.wrappers import in_eval_mode
 from .drafting.blocks import BlockCandidateGenerator
 from .drafting.candidate_generator import DraftSource, GumihoCandidateGenerator
 from .drafting.drafter import GenerationView
@@ -21,10 +21,10 @@ from .observers import GenerationEvents, GenerationObserver
 from .sequences import CommittedSequences
 from .token_choice import TokenChooser
 from .tree.draft_tree import DraftTree, bare_root
-from .verification.placement import input_device
-from .verification.prompt import read_prompt
+from .verification.prompt import open_session
 from .verification.session import TargetSession
-from .verification.traits import TargetTraits
+from .verification.target_states import FeatureReader
+from .verification.traits import TargetTraits, input_device
 
 
 logger = logging.get_logger(__name__)
@@ -43,8 +43,8 @@ class GumihoGenerateOutput(GenerateDecoderOnlyOutput):
             takes one token per cycle.
         draft_origins (`list[str]`):
             For each cycle, where its drafts came from, the same for all rows: the "drafter", also where prompt lookup
-            added some; the "context" for a run of prompt lookup alone; "pause" while the drafter paused; or "end" if
-            nothing was drafted, because one token was missing.
+            added some; "pause" while the drafter paused; or "end" if nothing was drafted, because one token was
+            missing.
         tree_sizes (`list[int]`):
             For each cycle, the number of draft tokens verified in every row. While the drafter is paused, this is the
             number of prompt-lookup drafts, or 0. Trees are smaller where few tokens are missing, and 0 where one is.
@@ -106,18 +106,11 @@ def decode_with_tree(
         running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
         with events.stage("prompt"):
-            session = read_prompt(
-                target,
-                traits,
-                input_ids,
-                generation_config,
-                model_kwargs,
-                settings,
-                max_new_tokens=sequences.max_length - sequences.prompt_length,
-                layers=assistant_model.config.layers_read(target.config),
-                # Other drafters read a state together with the token after it.
-                read_target=assistant_model.read_target if assistant_model.config.is_block else None,
-                holds_layers=bool(events.observers),
+            reader = _reader_for(assistant_model, target)
+            max_new_tokens = sequences.max_length - sequences.prompt_length
+            reads_passes = reader.read_target is not None and not observers
+            session = open_session(
+                reader, traits, input_ids, generation_config, model_kwargs, settings, max_new_tokens, reads_passes
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
@@ -130,8 +123,15 @@ def decode_with_tree(
         sequences.records.add_prompt(session.prefill.hidden_states)
         chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            view = _View(sequences, chooser, events, generation_config.prefill_chunk_size)
-            generator = BlockCandidateGenerator if assistant_model.config.is_block else GumihoCandidateGenerator
+            view = GenerationView(
+                sequences.prompt_length,
+                generation_config.prefill_chunk_size,
+                events.each("drafter_pass"),
+                sequences.tokens_from,
+                chooser.peek_noise,
+            )
+            is_block = assistant_model.config.is_block
+            generator = BlockCandidateGenerator if is_block else GumihoCandidateGenerator
             drafts = generator.after_prompt(session, assistant_model, settings, view)
             tree = _run_cycles(session, drafts, sequences, chooser, events)
         session.finish(
@@ -144,25 +144,11 @@ def decode_with_tree(
     return _output(sequences, session.prompt.cache)
 
 
-class _View(GenerationView):
-    """What the drafter sees of this generation."""
-
-    def __init__(
-        self,
-        sequences: CommittedSequences,
-        chooser: TokenChooser,
-        events: GenerationEvents,
-        prompt_chunk_size: int | None,
-    ):
-        self._sequences, self._chooser = sequences, chooser
-        self.prompt_length, self.prompt_chunk_size = sequences.prompt_length, prompt_chunk_size
-        self.drafter_pass = events.each("drafter_pass")
-
-    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
-        return self._sequences.tokens_from(starts)
-
-    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        return self._chooser.peek_noise(num_draws, token_ids)
+def _reader_for(drafter: GumihoModel, target: PreTrainedModel) -> FeatureReader:
+    """Returns the reader of the target's states that a drafter needs."""
+    # Only a block drafter reads a state without the token after it.
+    read_target = drafter.read_target if drafter.config.is_block else None
+    return FeatureReader(target, drafter.config.layers_read(target.config), read_target)
 
 
 def _run_cycles(

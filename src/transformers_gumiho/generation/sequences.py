@@ -87,10 +87,6 @@ class CommittedSequences:
         """Returns the first `length` tokens of every row, `(B, length)`. Shorter rows end in padding."""
         return self._buffer[:, :length].contiguous()
 
-    def newest(self) -> torch.Tensor:
-        """Returns the newest token of each row, `(B,)`."""
-        return torch.stack([self._buffer[row, length - 1] for row, length in enumerate(self.lengths)])
-
     def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
         length = self.prompt_length
@@ -147,6 +143,7 @@ class CommittedSequences:
         for count, token in enumerate(tokens, start=1):
             length = self.lengths[row] + count
             if token in self.eos_token_ids or length >= self.max_length:
+                # Without padding, the row only has an end that others wait for, and goes on.
                 self._end(row, length)
                 if self.pads_finished_rows or length >= self.max_length:
                     return count
@@ -169,6 +166,7 @@ class CommittedSequences:
     def _apply_custom_criteria(self, accepted_lengths: list[int]) -> list[int]:
         """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
         starts, accepted_lengths = self.lengths, list(accepted_lengths)
+        # 1. The lengths that any row has on its way, each asked for once, as plain decoding does.
         new = [range(start + 1, start + number + 1) for start, number in zip(starts, accepted_lengths, strict=True)]
         for length in sorted(set(itertools.chain(*new))):
             rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
@@ -176,6 +174,7 @@ class CommittedSequences:
                 continue
             scores = self.records.scores.until(length - self.prompt_length)
             done = self.custom_criteria(self.prefix(length), scores).tolist()
+            # 2. A row that a criterion ends here has no later token.
             for row in rows:
                 if done[row]:
                     self._end(row, length)

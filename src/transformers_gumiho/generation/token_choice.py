@@ -141,15 +141,15 @@ class TokenChooser:
         scores = self._process_nodes(tree, logits)
         # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
         is_root = tree.max_depth == 0
-        walk = walk_to_best if is_root else self.shapes.stage(walk_to_best, tree.tokens.shape[1])
-        return self._read_path(*walk(tree, scores), logits, scores)
+        walk = walk_to_best if is_root else self.shapes.compiled(walk_to_best, tree.tokens.shape[1])
+        return self._fetch_path(*walk(tree, scores), logits, scores)
 
     def _commit_drawn(
         self, tree: DraftTree, logits: torch.Tensor, draws: TokenDraws, exponentials: torch.Tensor
     ) -> Path:
         """The same by tokens that are drawn at all nodes, with the variates `(B, L, V)` of the draws at each depth."""
         scores = self._process_nodes(tree, logits).float()
-        path = self._read_path(*walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
+        path = self._fetch_path(*walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
         path = self.sequences.commit(path)
         draws.advance_generator(max(self.sequences.lengths) - self.sequences.prompt_length)
         # What is not committed need not come from a distribution.
@@ -166,7 +166,7 @@ class TokenChooser:
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
 
-    def _read_path(
+    def _fetch_path(
         self, nodes: torch.Tensor, packed: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor
     ) -> Path:
         """Brings what [`walk_tree`] returns to the host: the one time in a cycle that the host waits."""

@@ -173,6 +173,8 @@ class TokenDraws:
     ) -> torch.Tensor | None:
         if not self._is_known or self._vocab_size != vocab_size:
             return None
+        # 1. The draws from the slowest row's next one to the fastest row's last one. Two draws each of rows at 3 and 5
+        # are the draws 3 to 6.
         slowest = min(step for step in steps if step is not None)
         starts = [(slowest if step is None else step) - self._first for step in steps]
         used = range(min(starts), max(starts) + num_draws)
@@ -180,9 +182,13 @@ class TokenDraws:
         draws = [*self._made, *(variates for _, variates in self._previewed)][used.start : used.stop]
         if token_ids is not None:
             draws = [of_draw.index_select(1, token_ids.to(self._device)) for of_draw in draws]
+        # 2. Of each row its own: 3 and 4, 5 and 6.
         if min(starts) == max(starts):
             return torch.stack(draws, dim=1)
-        of_rows = [draws[start - used.start + n][row] for row, start in enumerate(starts) for n in range(num_draws)]
+        of_rows = []
+        for row, start in enumerate(starts):
+            own = draws[start - used.start :][:num_draws]
+            of_rows += [of_draw[row] for of_draw in own]
         return torch.stack(of_rows).unflatten(0, (len(starts), num_draws))
 
     def _preview(self, num_draws: int) -> None:

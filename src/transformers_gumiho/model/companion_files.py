@@ -68,6 +68,9 @@ class SavingMixin:
                 "A distributed checkpoint is not what a Gumiho drafter is loaded from. Push with "
                 "`distributed_checkpoint=False`, which gathers the weights."
             )
+        if self.config.is_mtp:
+            # By the names in memory, as trainers read checkpoints: a target's files may hold each expert apart.
+            kwargs.setdefault("save_original_format", False)
         with self._as_saved(save_embedding, state_dict) as tensors:
             super().save_pretrained(save_directory, is_main_process, tensors, push_to_hub, *args, **kwargs)  # type: ignore[misc]
         # transformers logs why it does not save into a file.

@@ -227,7 +227,7 @@ class GumihoConfig(PreTrainedConfig):
                     raise TypeError(f"a {type(fields).__name__}")
         except OSError as error:
             # Offline, a file that the repository lacks and one that was not downloaded look the same.
-            if not isinstance(error.__cause__, LocalEntryNotFoundError):
+            if not isinstance(getattr(error.__cause__, "__cause__", None), LocalEntryNotFoundError):
                 raise
             fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
         if not fields:
@@ -238,8 +238,10 @@ class GumihoConfig(PreTrainedConfig):
                     f"writes them. Copy that file over the one in the drafter's folder, and give the drafter's folder."
                 ) from cause
             if folder is None:
+                no_folder = "" if cause is None else "is no folder, "
                 raise UserOSError(
-                    f"{str(name)!r} {lack}, and is not one of the released drafters: {', '.join(released_names())}. "
+                    f"{str(name)!r} {no_folder}{lack}, and is not one of the released drafters: "
+                    f"{', '.join(released_names())}. "
                     f"Pass `config=`: a `GumihoConfig`, or the name of the released drafter that it is a copy of."
                 ) from cause
             logger.warning(f"{str(name)!r} {lack}; the packaged one of {folder.name} is used.")

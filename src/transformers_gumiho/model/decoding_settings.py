@@ -130,8 +130,8 @@ class DraftingSettings:
             while it commits fewer. A number, a mapping from rows to numbers, or one of these for each of `greedy` and
             `sampled`. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures it.
         sampling_temperature: Temperature of the target, `None` if greedy. Not a setting of the drafter.
-        prompt_lookup_num_tokens: Maximum number of tokens to draft by prompt lookup, except for runs; 0 (the default)
-            for none. Can also be passed to `generate()`.
+        prompt_lookup_num_tokens: Number of tokens to draft by prompt lookup; 0 (the default) for none. Can also be
+            passed to `generate()`.
         max_matching_ngram_size: Number of newest tokens to look up in the context: 2 by default, at most 8. Can also
             be passed to `generate()`.
     """

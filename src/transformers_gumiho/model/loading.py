@@ -148,12 +148,16 @@ def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
 
 
-def is_misread_drafter(model: Any) -> bool:
-    """Whether a language model was loaded from the files of a drafter, without the tensors that only drafters have."""
+def misread_drafter(model: Any) -> str | None:
+    """
+    Returns the drafter from whose files a language model was loaded, without the tensors that only drafters have;
+    `None` for any other model.
+    """
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig) or not config.name_or_path or may_have_mtp_layers(config.to_dict()):
-        return False
-    return _holds_drafter(config.name_or_path) and is_of_language_model(map(plain_name, model.state_dict()))
+        return None
+    is_misread = _holds_drafter(config.name_or_path) and is_of_language_model(map(plain_name, model.state_dict()))
+    return str(config.name_or_path) if is_misread else None
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
-from ..internals import CACHE_NAME, adopt_attention_implementation, capture_outputs
+from ..internals import CACHE_NAME, attention_implementation, capture_outputs, set_attention_implementation
 from .checkpoint_files import read_entry
 from .companion_files import SavingMixin
 from .configuration_gumiho import GumihoConfig
@@ -86,7 +86,7 @@ class GumihoModel(GumihoPreTrainedModel):
     def __init__(self, config: GumihoConfig):
         super().__init__(config)
         llama = config.get_text_config()
-        adopt_attention_implementation(llama, config)
+        set_attention_implementation(llama, attention_implementation(config))
         self.embed_tokens: Any = BorrowedEmbedding()
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(llama.vocab_size, config.embedding_width)

@@ -15,7 +15,7 @@ from transformers.models.auto import MODEL_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..commands import UserValueError
-from ..internals import CACHE_NAME, adopt_eager_attention, attention_implementation, supports_sdpa
+from ..internals import CACHE_NAME, attention_implementation, set_attention_implementation, supports_sdpa
 from .block_layers import MarkovHead, context_entries
 from .configuration_gumiho import GumihoConfig
 from .layer_fusion import GumihoLayerFusion, normalize_lower
@@ -179,7 +179,7 @@ class MtpSerialHead(GumihoSerialHead):
         layers = config.get_text_config()
         decoder_class = MODEL_MAPPING[type(layers)]
         if attention_implementation(layers) == "sdpa" and not supports_sdpa(decoder_class):
-            adopt_eager_attention(layers)
+            set_attention_implementation(layers, "eager")
         # It never reads an embedding of its own.
         without_vocabulary = copy.deepcopy(layers)
         without_vocabulary.vocab_size, without_vocabulary.pad_token_id = 1, None
@@ -212,9 +212,9 @@ class MtpSerialHead(GumihoSerialHead):
         self,
         drafter: Any,
         fused: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: Any,
         position_ids: torch.Tensor,
-        cache: Cache | None,
+        cache: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         features = drafter.decoder(

@@ -1,5 +1,7 @@
 """Models inside of wrappers: compiled, in data parallelism, or with an adapter of PEFT."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,19 @@ def unwrap_model(model: Any) -> Any:
         if inner is model:
             return model
         model = inner
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Returns a context in which a model is in eval mode, where it draws no random numbers."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def as_target(model: Any) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from ..model.configuration_gumiho import GumihoConfig
 from ..model.loading import is_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..training.data.open_text import load_tokenizer
+from ..training.recording import check_settings
 
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -42,6 +43,8 @@ class AttachArguments:
     drafter: str = option("Gumiho drafter: a folder or a name on the Hub; `mtp`: the target's MTP layers.", REQUIRED)
     output_dir: str = option("Folder to write. It must be new or empty.", REQUIRED)
     record: str | None = option("Feature cache to record what is generated in, prompts included.")
+    record_share: float = option("Share of the calls to record.", 1.0)
+    record_max_gigabytes: float = option("Size of the recorded rows; the oldest are deleted to make room.", 10.0)
     copy_weights: bool = option("Copy the target's weights instead of linking them.", False)
 
 
@@ -56,7 +59,7 @@ def write_served_target(args: AttachArguments) -> str:
     Raises:
         ValueError: The drafter is not a Gumiho drafter or has another vocabulary, the folder is not empty, or the
             target is an adapter or a drafter, has no weights, has a `custom_generate`, or has no tokenizer to record
-            with.
+            with, or the size or share of a recording is out of range.
         OSError: The target or the drafter cannot be found.
     """
     check_folder(args.target)
@@ -72,6 +75,7 @@ def write_served_target(args: AttachArguments) -> str:
     _check_source(args.target, source)
     _check_vocabulary(layers, source)
     if args.record is not None:
+        check_settings(args.record_max_gigabytes, args.record_share)
         load_tokenizer(str(source), None, None)  # which a recording needs
         if Path(args.record).is_file():
             raise UserValueError(f"{args.record!r} is a file. Name a folder with --record.")
@@ -88,7 +92,10 @@ def write_served_target(args: AttachArguments) -> str:
     drafter = args.drafter
     if drafter != OWN_MTP_LAYERS and os.path.isdir(drafter):
         drafter = os.path.abspath(drafter)
-    record = "" if args.record is None else f"record_in={os.path.abspath(args.record)!r}, "
+    record = ""
+    if args.record is not None:
+        settings = {"max_gigabytes": args.record_max_gigabytes, "share": args.record_share}
+        record = f"record_in={os.path.abspath(args.record)!r}, recording={settings}, "
     (folder / _CODE / "requirements.txt").write_text("transformers-gumiho\n", encoding="utf-8")
     (folder / _CODE / "generate.py").write_text(_GENERATE.format(drafter=drafter, record=record), encoding="utf-8")
     how = "copied" if args.copy_weights else "linked"

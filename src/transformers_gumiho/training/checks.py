@@ -18,15 +18,14 @@ from ..model.target_shape import state_width
 from ..model.wrappers import as_target
 from .arguments import PARTS
 from .collator import GumihoDataCollator
-from .data.run_files import Record
-from .feature_cache import MADE_FROM, CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
+from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 from .losses.positions import count_positions
 from .target_features import OnlineFeatures
 
 
 _ROWS_OF_STREAM = 1000
 # What two caches must have in common for one training.
-_SAME_OF_CACHES = ("tokenizer", "dtype", "target_layer_ids", "is_last_normed")
+_SAME_OF_CACHES = ("model", "tokenizer", "dtype", "target_layer_ids", "is_last_normed")
 logger = logging.get_logger(__name__)
 
 
@@ -110,12 +109,9 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
     """Raises `ValueError` where cached rows were not made as the target's features were."""
     if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
         return
-    for folder in {holder.folder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
-        record, target = Record(folder / MADE_FROM), "model"
-        if target not in features.made_from or target not in record.made_from:
-            target = "target"  # of a cache that was written before there were recordings
-        wanted = {name: features.made_from.get(name) for name in (target, *_SAME_OF_CACHES)}
-        record.check(wanted, "Give caches that were made as that of `target`.")
+    wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
+    for manifest in {holder.manifest for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
+        manifest.check(wanted, "Give caches that were made as that of `target`.")
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:

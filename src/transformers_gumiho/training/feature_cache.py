@@ -1,145 +1,98 @@
 """The target's features on disk, so that a drafter is trained without running the target, or even having it.
 
-A cache is a folder: `made_from.json` says what it was made from, `cache.json` which rows it holds, `target/` has the
-target's config, tokenizer, token embedding and output head, and `shard-*.safetensors` the rows. A file appears under
-its name only when it is complete, so that a killed run continues after the shards that exist.
+A cache is a folder: `made_from.json` says what it was made from, `target/` has the target's config, tokenizer, token
+embedding and output head, and each `shard-*.safetensors` some rows with their numbers. A shard gets its name when it
+is complete, and never changes then.
 """
 
 import copy
-import json
-import os
-import platform
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
 from transformers import AutoConfig
 
-from ..commands import UserFileNotFoundError, UserOSError, UserValueError
+from ..commands import UserFileNotFoundError, UserValueError
 from ..generation.verification.target_states import OutputHead, TargetStates
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
-from .data.run_files import Record, way_out
+from .data.manifest import MADE_FROM, Manifest
 from .target_features import OnlineFeatures
 
 
-MANIFEST, MADE_FROM, TARGET_FOLDER, WEIGHTS = "cache.json", "made_from.json", "target", "target.safetensors"
-
-
-@dataclass(frozen=True)
-class CacheManifest:
-    """
-    Which rows a cache holds, and how it is cut into shards.
-
-    Attributes:
-        columns: The columns of a row besides its states.
-        dtype: The dtype of the features.
-        target_name: The name that the target was loaded by.
-        lengths: The tokens of each row.
-        rows_per_shard: Rows in each shard but the last.
-        machine: The machine that wrote it. Elsewhere the shards are checked once when the cache is opened.
-        target_layer_ids: The target's layers whose states the rows hold, if not the last one alone. Those of the last
-            one are in `hidden_states`, those of the others side by side in `layer_states`.
-        is_last_normed: As in [`TargetLayers`]. If not, the state of the last layer is among the `layer_states`, too.
-        first_shard: The number of the first shard. A recorder deletes its oldest ones.
-    """
-
-    columns: list[str]
-    dtype: str
-    target_name: str
-    lengths: list[int]
-    rows_per_shard: int
-    machine: str
-    target_layer_ids: list[int] | None = None
-    is_last_normed: bool = True
-    first_shard: int = 0
-
-    @property
-    def layers(self) -> TargetLayers | None:
-        """The layers besides the last states; `None` for these alone."""
-        ids = self.target_layer_ids
-        return None if ids is None else TargetLayers(tuple(ids), self.is_last_normed)
-
-    def shards(self, folder: Path) -> list[Path]:
-        """Returns the shards of a complete cache."""
-        numbers = range(self.first_shard, self.first_shard - (-len(self.lengths) // self.rows_per_shard))
-        return [folder / f"shard-{number:05d}.safetensors" for number in numbers]
-
-    def rows_of(self, shard: int) -> range:
-        """Returns the rows of a shard."""
-        return range(len(self.lengths))[shard * self.rows_per_shard :][: self.rows_per_shard]
-
-    @classmethod
-    def load(cls, folder: Path) -> "CacheManifest":
-        """Reads the manifest in `folder`; raises `FileNotFoundError` without one, `ValueError` for a damaged one."""
-        path = folder / MANIFEST
-        if not path.exists():
-            raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MANIFEST}.")
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise damaged(path, error) from error
-
-    def save(self, folder: Path) -> None:
-        """Writes the manifest into `folder`."""
-        partial = folder / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(partial, folder / MANIFEST)
+TARGET_FOLDER, WEIGHTS = "target", "target.safetensors"
+NUMBERS, LENGTHS = "numbers", "lengths"  # of the rows of a shard
+STATES = ("hidden_states", "layer_states")
 
 
 class FeatureDataset(torch.utils.data.Dataset):
     """
-    The rows of a complete feature cache, with `hidden_states` and, where it holds more layers, `layer_states`.
+    The rows of a feature cache in their order, with `hidden_states` and, where it holds more layers, `layer_states`.
 
     Args:
         folder: The cache.
+        verify: Reads all files once, and compares their checksums. Otherwise only a file that was cut is noticed.
+
+    Attributes:
+        lengths: The tokens of each row.
+        made_from: What the rows were made from.
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: The cache is incomplete, or a file of it is damaged.
+        ValueError: The cache is incomplete or of an earlier version, or a file of it is damaged.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, verify: bool = False):
         self.folder = Path(folder).absolute()  # rows are read later, wherever the program is then
-        self.manifest = CacheManifest.load(self.folder)
-        self.made_from = Record(self.folder / MADE_FROM).made_from
-        self._shards = self.manifest.shards(self.folder)
-        found = sum(path.exists() for path in self._shards)
-        if found < len(self._shards):
+        self.manifest = manifest_of_cache(self.folder)
+        self._shards = shards_of(self.folder)
+        found = [rows_of(path) for path in self._shards]
+        num_rows = sum(len(lengths) for _, lengths in found)
+        wanted = self.manifest.made_from.get("num_rows", 1)
+        if num_rows < wanted:
             raise UserValueError(
-                f"The feature cache {str(folder)!r} has {found} of {len(self._shards)} shards. Run the extraction "
-                f"again: it continues where it was stopped."
+                f"The feature cache {str(folder)!r} has {num_rows} of {wanted} rows. Run what wrote it again: it "
+                f"continues where it was stopped."
             )
-        was_moved = self.manifest.machine != platform.node()
-        for path in self._shards:
-            (load_checked if was_moved else _open)(path)
+        numbers = torch.cat([numbers for numbers, _ in found])
+        order = numbers.argsort()
+        lengths = torch.cat([lengths for _, lengths in found])
+        places = [(shard, at) for shard, (_, own) in enumerate(found) for at in (own.cumsum(0) - own).tolist()]
+        self.lengths: list[int] = lengths[order].tolist()
+        self._places = [places[row] for row in order.tolist()]
+        self.made_from = self.manifest.made_from
+        if recording := self.made_from.get("recording"):
+            first, last = numbers.min().item(), numbers.max().item()
+            self.made_from = self.made_from | {"data": f"rows {first} to {last} of the recording {recording}"}
+        for path in [*self._shards, self.folder / TARGET_FOLDER / WEIGHTS] if verify else ():
+            _verify(path)
         self._open: dict[int, Any] = {}
+        names = set(open_file(self._shards[0]).keys())
+        self.columns = sorted(names - {NUMBERS, LENGTHS, *STATES})
+        self._states = [name for name in STATES if name in names]
 
     def __len__(self) -> int:
-        return len(self.manifest.lengths)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        states = ["hidden_states"] if self.manifest.target_layer_ids is None else ["hidden_states", "layer_states"]
-        return self._read(index, [*self.manifest.columns, *states])
+        return self._read(index, [*self.columns, *self._states])
 
     def tokens_of(self, index: int) -> dict[str, torch.Tensor]:
         """Returns row `index`, tensors `(L,)`, without its states, which are not read."""
-        return self._read(index, self.manifest.columns)
+        return self._read(index, self.columns)
 
     def _read(self, index: int, columns: list[str]) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of a cache of {len(self)} rows.")
-        shard, row = divmod(index, self.manifest.rows_per_shard)
+        shard, start = self._places[index]
         if shard not in self._open:
-            self._open[shard] = _open(self._shards[shard])
-        start, stop = self._open[shard].get_slice("offsets")[row : row + 2].tolist()
+            self._open[shard] = open_file(self._shards[shard])
+        stop = start + self.lengths[index]
         return {name: self._open[shard].get_slice(name)[start:stop] for name in columns}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,20 +109,19 @@ class CachedFeatures:
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: It is damaged.
+        ValueError: It is damaged, or of an earlier version.
     """
 
     def __init__(self, folder: str | Path):
         target = Path(folder) / TARGET_FOLDER
-        manifest = CacheManifest.load(Path(folder))
-        self.made_from = Record(Path(folder) / MADE_FROM).made_from
-        self.layers = manifest.layers
+        self.made_from = manifest_of_cache(Path(folder)).made_from
+        self.layers = layers_in(self.made_from)
         try:
             self.config = AutoConfig.from_pretrained(target)
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise damaged(target / "config.json", error) from error
-        self.config.name_or_path = manifest.target_name
-        weights = load_checked(target / WEIGHTS)
+        self.config.name_or_path = self.made_from["target_name"]
+        weights = tensors_of(target / WEIGHTS)
         self.embedding = weights.pop("embed_tokens.weight")
         tensors = {name.removeprefix("lm_head."): tensor for name, tensor in weights.items()}
         num_outputs, num_inputs = tensors["weight"].shape
@@ -221,18 +173,41 @@ class CachedFeatures:
 TargetFeatures = OnlineFeatures | CachedFeatures
 
 
+def manifest_of_cache(folder: Path) -> Manifest:
+    """Returns a cache's manifest; raises `FileNotFoundError` for no cache, `ValueError` for an earlier version's."""
+    check_version(folder)
+    manifest = Manifest(folder)
+    if "dtype" not in manifest.made_from:
+        raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MADE_FROM} of one.")
+    return manifest
+
+
+def check_version(folder: Path) -> None:
+    """Raises `ValueError` for a cache of an earlier version."""
+    if (folder / "cache.json").exists():
+        raise UserValueError(
+            f"An earlier version wrote the feature cache {str(folder)!r}. Delete it, and run what wrote it again."
+        )
+
+
 def layer_fields(layers: TargetLayers | None) -> dict[str, Any]:
-    """Returns how files name these layers."""
+    """Returns how a manifest names these layers."""
     if layers is None:
         return {"target_layer_ids": None}
     return {"target_layer_ids": list(layers.ids), "is_last_normed": layers.is_last_normed}
 
 
+def layers_in(made_from: dict[str, Any]) -> TargetLayers | None:
+    """Returns the layers that a manifest names, besides the last states; `None` for these alone."""
+    ids = made_from["target_layer_ids"]
+    return None if ids is None else TargetLayers(tuple(ids), made_from["is_last_normed"])
+
+
 def located(dataset: Any) -> list[tuple[Any, int]]:
     """Returns where each row of a dataset lies: parts and concatenations lead to the dataset that holds it."""
     if isinstance(dataset, Subset):
-        whole = located(dataset.dataset)
-        return [whole[index] for index in dataset.indices]
+        places = located(dataset.dataset)
+        return [places[index] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
         return [place for part in dataset.datasets for place in located(part)]
     return [(dataset, index) for index in range(len(dataset))]
@@ -253,76 +228,66 @@ def row_lengths(dataset: Any) -> list[int] | None:
         lengths = {key: row_lengths(holder) for key, holder in holders.items()}
         return None if None in lengths.values() else [(lengths[id(holder)] or [])[index] for holder, index in places]
     if isinstance(dataset, FeatureDataset):
-        return dataset.manifest.lengths
+        return dataset.lengths
     if hasattr(dataset, "with_format"):  # of the library `datasets`, which recording does not need
         return [len(ids) for ids in dataset.with_format("numpy")["input_ids"]]
     return [len(row["input_ids"]) for row in dataset] if isinstance(dataset, list) else None
 
 
-def save_shard(rows: Sequence[Mapping[str, torch.Tensor]], path: Path) -> None:
-    """Writes a shard of rows: the values of all in one piece, and where each begins."""
-    offsets = torch.tensor([0, *(len(row["input_ids"]) for row in rows)], device="cpu").cumsum(0)
-    save_completely({"offsets": offsets} | {name: torch.cat([row[name] for row in rows]) for name in rows[0]}, path)
-
-
-def save_completely(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a file with its checksum, or none; raises `OSError` where the disk is full."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file(tensors, partial, {"checksum": _checksum(tensors)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise UserOSError(
-            f"Could not write {str(path)!r}: {error}. The shards before it are complete. {way_out(error)}."
-        ) from error
-
-
-def load_checked(path: Path) -> dict[str, torch.Tensor]:
-    """Reads all of a file; raises `ValueError` where it is not what was written."""
-    file = _open(path)
-    tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    if _checksum(tensors) != (file.metadata() or {}).get("checksum"):
-        raise damaged(path, "it has another checksum")
-    return tensors
-
-
 def is_complete(folder: Path) -> bool:
-    """Whether a cache has all of its files, none of which is cut. They are not read."""
+    """Whether a cache has all of its rows, and no file of it was cut. States are not read."""
     try:
-        for path in [folder / TARGET_FOLDER / WEIGHTS, *CacheManifest.load(folder).shards(folder)]:
-            _open(path)
+        FeatureDataset(folder)
+        open_file(folder / TARGET_FOLDER / WEIGHTS)
     except (FileNotFoundError, ValueError):
         return False
     return True
 
 
-def is_intact(path: Path) -> bool:
-    """Whether a file is there as it was written."""
+def shards_of(folder: Path) -> list[Path]:
+    """Returns the shards of a cache, of each process in the order in which it wrote them."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def rows_of(shard: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the numbers `(N,)` and lengths `(N,)` of a shard's rows; raises `ValueError` where it is damaged."""
+    file = open_file(shard)
     try:
-        load_checked(path)
-    except ValueError:
-        return False
-    return True
+        return file.get_tensor(NUMBERS), file.get_tensor(LENGTHS)
+    except SafetensorError as error:
+        raise damaged(shard, error) from error
 
 
-def _open(path: Path) -> Any:
-    """Opens a file; raises `ValueError` where it is missing or incomplete."""
+def open_file(path: Path) -> Any:
+    """Opens a file; raises `ValueError` where it is missing or was cut."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise damaged(path, error) from error
 
 
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Reads all of a file; raises `ValueError` where it is missing or was cut."""
+    file = open_file(path)
+    return {name: file.get_tensor(name) for name in list(file.keys())}
+
+
 def damaged(path: Path, error: object) -> ValueError:
     """Returns the error of a damaged file of a cache."""
-    return UserValueError(f"{str(path)!r} is damaged: {error}. Run what wrote it again, which writes this file anew.")
+    return UserValueError(
+        f"{str(path)!r} is damaged: {error}. Delete this file, and run what wrote it again, which writes it anew."
+    )
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+def checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """Returns the checksum of a file of these tensors."""
     found = 0
     for name in sorted(tensors):
         found = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return str(found)
+
+
+def _verify(path: Path) -> None:
+    """Raises `ValueError` where a file is not what was written."""
+    if checksum(tensors_of(path)) != (open_file(path).metadata() or {}).get("checksum"):
+        raise damaged(path, "it has another checksum")

@@ -1,42 +1,31 @@
 """Writing a feature cache: the target runs once over a prepared dataset."""
 
 import errno
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
-from ..generation.verification.placement import input_device
 from ..generation.verification.target_states import TargetStates
+from ..generation.verification.traits import input_device
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
-from ..model.token_embedding import fitting_rows
+from .cache_writer import CacheWriter, delete_unfit, missing_rows, write_target
 from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of
 from .data.bars import progress_bar
 from .data.budget import within_budget
 from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
-from .data.run_files import Record, sole_writer
+from .data.manifest import Manifest
+from .data.run_files import sole_writer
 from .data.target_runs import why_not_finite
-from .feature_cache import (
-    MADE_FROM,
-    TARGET_FOLDER,
-    WEIGHTS,
-    CacheManifest,
-    is_intact,
-    layer_fields,
-    row_lengths,
-    save_completely,
-    save_shard,
-)
+from .feature_cache import check_version, layer_fields, row_lengths
 from .target_features import OnlineFeatures
 
 
@@ -85,7 +74,7 @@ def write_feature_cache(
 ) -> None:
     """
     Runs the target over a prepared dataset and writes its last hidden states. Stopped, it continues when it is called
-    again, and rewrites damaged files. Several processes (`accelerate launch`) share the shards.
+    again, with the rows that no complete shard holds. Several processes (`accelerate launch`) share these.
 
     Args:
         dataset: From [`prepare_dataset`].
@@ -105,6 +94,42 @@ def write_feature_cache(
             knows, the target does not have these layers, or the features do not fit into `dtype`.
         OSError: The disk is too small or full, or another run writes there. What is written stays.
     """
+    rows = _checked(dataset, dtype)
+    folder, state = Path(folder).absolute(), PartialState()
+    layers = _layers(target.config, target_layer_ids)
+    features, lengths, model = OnlineFeatures(target, layers), row_lengths(rows) or [], model_fingerprint(target)
+    if made_from is None:
+        made_from = {"target": model, "data": conversations_fingerprint(rows), **tokenizer_fingerprints(tokenizer)}
+    made_from = made_from | {"dtype": str(dtype).removeprefix("torch."), **layer_fields(layers)}
+    facts = {"model": model, "num_rows": len(rows), "target_name": target.config.name_or_path}
+    folder.mkdir(parents=True, exist_ok=True)
+    with sole_writer(folder) if state.is_main_process else nullcontext():
+        check_version(folder)
+        manifest = Manifest(folder)
+        manifest.check(made_from, "Extract features into another folder, or delete this one.")
+        state.wait_for_everyone()
+        if state.is_main_process:
+            delete_unfit(folder, lengths)
+            missing = missing_rows(folder, lengths)
+            _check_space(folder, cache_size(rows.select(missing), target.config, dtype, layers))
+            manifest.write(made_from | facts)
+            write_target(target, tokenizer, folder)
+        state.wait_for_everyone()
+        batches = within_budget(missing_rows(folder, lengths), lengths, tokens_per_batch)
+        state.wait_for_everyone()  # all have seen what is missing before one writes
+        batches = batches[state.process_index :: state.num_processes]
+        num_tokens = sum(lengths[row] for batch in batches for row in batch)
+        settings = {"unit": "token", "unit_scale": True, "disable": not (batches and state.is_local_main_process)}
+        with progress_bar(desc="extracting features", total=num_tokens, **settings) as bar:
+            found = _extract(rows, batches, features, dtype, bar.update)
+            _save_rows(found, CacheWriter(folder, state.process_index), shard_bytes)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            manifest.write(made_from | facts, is_finished=True)
+
+
+def _checked(dataset: Any, dtype: torch.dtype) -> "Dataset":
+    """Returns the columns of a dataset that a cache holds; raises `ValueError` for what has no features."""
     found = getattr(dataset, "column_names", None) or ()
     if "input_ids" not in found or not has_length(dataset) or not len(dataset):
         raise UserValueError(
@@ -113,97 +138,55 @@ def write_feature_cache(
         )
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UserValueError(f"`dtype` must be a floating one such as `torch.bfloat16`, got {dtype!r}.")
-    folder, state = Path(folder).absolute(), PartialState()
-    folder.mkdir(parents=True, exist_ok=True)
-    layers = _layers(target.config, target_layer_ids)
-    features, columns = OnlineFeatures(target, layers), _columns(dataset)
-    if "loss_mask" not in dataset.column_names and "loss_mask" in columns:
+    columns = _columns(dataset)
+    if "loss_mask" not in found and "loss_mask" in columns:
         dataset = dataset.map(_marked)
-    if "position_ids" not in dataset.column_names and "position_ids" in columns:
+    if "position_ids" not in found and "position_ids" in columns:
         dataset = dataset.map(lambda row: {"position_ids": positions_of(row) or [*range(len(row["input_ids"]))]})
-    lengths = row_lengths(dataset) or []
-    size = cache_size(dataset, target.config, dtype, layers)
-    manifest = CacheManifest(
-        columns=columns,
-        dtype=str(dtype).removeprefix("torch."),
-        target_name=target.config.name_or_path,
-        lengths=lengths,
-        rows_per_shard=max(int(shard_bytes // (size / sum(lengths) * max(lengths))), 1),
-        machine=platform.node(),
-        **layer_fields(layers),
-    )
-    model = model_fingerprint(target)
-    if made_from is None:
-        data = conversations_fingerprint(dataset.select_columns(columns))
-        made_from = {"target": model, "data": data, **tokenizer_fingerprints(tokenizer)}
-    made_from = made_from | {"dtype": manifest.dtype, **layer_fields(layers)}
-    record, shards = Record(folder / MADE_FROM), manifest.shards(folder)
-    with sole_writer(folder) if state.is_main_process else nullcontext():
-        record.check(made_from, "Extract features into another folder, or delete this one.")
-        state.wait_for_everyone()
-        if state.is_main_process:
-            _forget_other_rows(folder, manifest)
-            _check_space(folder, size * sum(not path.exists() for path in shards) // len(shards))
-            record.write(made_from | {"model": model})
-            _write_target(target, tokenizer, folder, manifest)
-        state.wait_for_everyone()
-        # Each process has its shards whatever the others have written meanwhile.
-        mine = range(state.process_index, len(shards), state.num_processes)
-        missing = {index: shards[index] for index in mine if not is_intact(shards[index])}
-        total = sum(lengths[row] for index in missing for row in manifest.rows_of(index))
-        is_shown = bool(missing) and state.is_local_main_process
-        with progress_bar(
-            desc="extracting features", total=total, unit="token", unit_scale=True, disable=not is_shown
-        ) as bar:
-            _write_shards(dataset, missing, features, manifest, tokens_per_batch, bar.update)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            record.write(made_from | {"model": model}, is_finished=True)
+    return dataset.select_columns(columns)
 
 
-def _write_shards(
-    dataset: "Dataset",
-    missing: dict[int, Path],
-    features: OnlineFeatures,
-    manifest: CacheManifest,
-    tokens_per_batch: int,
-    report: Callable[[int], Any],
-) -> None:
-    """Writes these shards: each while the target runs over the rows of the next one."""
-    saving: Future[None] | None = None
+def _save_rows(found: Iterator[Rows], writer: CacheWriter, shard_bytes: int) -> None:
+    """Writes rows into shards: each while the target runs over the rows of the next one."""
+    rows: Rows = {}
+    num_bytes, saving = 0, None
     with ThreadPoolExecutor(1) as disk:
-        for index, path in missing.items():
-            rows: Rows = {}
-            for found in _extract(dataset, manifest.rows_of(index), features, manifest, tokens_per_batch):
-                rows |= found
-                report(sum(manifest.lengths[row] for row in found))
-            if saving is not None:
-                saving.result()
-            saving = disk.submit(save_shard, [rows[row] for row in manifest.rows_of(index)], path)
+        for number, row in (item for batch in found for item in batch.items()):
+            size = sum(tensor.nbytes for tensor in row.values())
+            if rows and num_bytes + size > shard_bytes:
+                if saving is not None:
+                    saving.result()
+                saving, rows, num_bytes = disk.submit(writer.save, rows), {}, 0
+            rows[number] = row
+            num_bytes += size
         if saving is not None:
             saving.result()
+    if rows:
+        writer.save(rows)
 
 
 def _extract(
-    dataset: "Dataset", rows: range, features: OnlineFeatures, manifest: CacheManifest, tokens_per_batch: int
-) -> Iterator[Rows]:
-    """Yields the rows of a shard, those of like length together."""
+    dataset: "Dataset", batches: list[list[int]], features: OnlineFeatures, dtype: torch.dtype,
+    report: Callable[[int], Any],
+) -> Iterator[Rows]:  # fmt: skip
+    """Yields the rows of each batch."""
     collate = GumihoDataCollator(features.config.get_text_config(decoder=True).vocab_size)
     device = input_device(features.target)
     arrive: Callable[[], Rows] | None = None
-    for batch in within_budget(rows, manifest.lengths, tokens_per_batch):
+    for batch in batches:
         chosen = {index: dataset[index] for index in batch}
         states = features.states({name: t.to(device) for name, t in collate(list(chosen.values())).items()})
         # The host takes the states of a batch while the device computes those of the next one.
-        before, arrive = arrive, _send_to_host(chosen, states, features, manifest)
+        before, arrive = arrive, _send_to_host(chosen, states, features, dtype)
         if before is not None:
             yield before()
+        report(sum(len(row["input_ids"]) for row in chosen.values()))
     if arrive is not None:
         yield arrive()
 
 
 def _send_to_host(
-    chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures, manifest: CacheManifest
+    chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures, dtype: torch.dtype
 ) -> Callable[[], Rows]:
     """
     Begins to copy the states of a batch. The function that it returns waits for them, and returns the rows; it raises
@@ -213,7 +196,6 @@ def _send_to_host(
     if features.layers is not None:
         width = len(features.layers.besides_last_states(features.config)) * states.last.shape[-1]
         on_device["layer_states"] = states.target_states[..., :width]
-    dtype = getattr(torch, manifest.dtype)
     on_host = {name: tensor.to(dtype).to("cpu", non_blocking=True) for name, tensor in on_device.items()}
     copied = None if states.last.device.type == "cpu" else torch.Event(states.last.device)
     if copied is not None:
@@ -226,8 +208,8 @@ def _send_to_host(
             if not torch.isfinite(kept).all():
                 _refuse(on_device[name], kept.dtype)
         return {
-            index: {name: torch.tensor(row[name], dtype=torch.int32, device="cpu") for name in manifest.columns}
-            | {name: kept[number, : manifest.lengths[index]] for name, kept in on_host.items()}
+            index: {name: torch.tensor(values, dtype=torch.int32, device="cpu") for name, values in row.items()}
+            | {name: kept[number, : len(row["input_ids"])] for name, kept in on_host.items()}
             for number, (index, row) in enumerate(chosen.items())
         }
 
@@ -240,39 +222,6 @@ def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
         raise UserValueError(why_not_finite(states.dtype))
     wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
     raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
-
-
-def _write_target(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, manifest: CacheManifest
-) -> None:
-    """Writes what a cache knows of its target, and the manifest at last, where these are not there or damaged."""
-    try:
-        if CacheManifest.load(folder) == manifest and is_intact(folder / TARGET_FOLDER / WEIGHTS):
-            return
-    except (FileNotFoundError, ValueError):
-        pass
-    write_target(target, tokenizer, folder)
-    manifest.save(folder)
-
-
-def _forget_other_rows(folder: Path, manifest: CacheManifest) -> None:
-    """Deletes shards that hold other rows than these, as after a difference that the user accepted."""
-    with suppress(FileNotFoundError, ValueError):
-        if CacheManifest.load(folder).lengths != manifest.lengths:
-            for path in folder.glob("shard-*.safetensors"):
-                path.unlink()
-
-
-def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes what a cache knows of its target."""
-    for path in folder.glob("*.partial"):
-        path.unlink()
-    embedding = target.get_input_embeddings().weight
-    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
-    for part in (target.config, tokenizer):
-        part.save_pretrained(folder / TARGET_FOLDER)
-    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    save_completely(weights, folder / TARGET_FOLDER / WEIGHTS)
 
 
 def _marked(row: dict[str, Any]) -> dict[str, list[int]]:
@@ -289,7 +238,7 @@ def _columns(dataset: "Dataset") -> list[str]:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises `OSError` where the shards that are missing will not fit on the disk."""
+    """Raises `OSError` where the rows that are missing will not fit on the disk."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise UserOSError(
             errno.ENOSPC,
@@ -297,15 +246,3 @@ def _check_space(folder: Path, needed: int) -> None:
             f"data, or train with the target running in every step",
             str(folder),
         )
-
-
-@torch.no_grad()
-def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Returns the weight and bias of the output head; of a wrapped one (adapters, offloading) those it amounts to."""
-    head = target.get_output_embeddings()
-    if type(head) is nn.Linear and head.weight.device.type != "meta":
-        return {f"lm_head.{name}": parameter for name, parameter in head.named_parameters()}
-    width = getattr(head, "in_features", target.get_input_embeddings().weight.shape[1])
-    probe = torch.eye(width, dtype=target.dtype, device=input_device(target))
-    bias = head(torch.zeros_like(probe[:1]))[0]
-    return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}

@@ -1,12 +1,10 @@
 """Recording what a target generates: its states and tokens in a feature cache, to train a drafter on."""
 
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -22,20 +20,11 @@ from ..internals import version_of
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import as_target
+from .cache_writer import CacheWriter, delete_unfit, write_target
 from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
-from .data.run_files import Record, sole_writer
-from .feature_cache import (
-    MADE_FROM,
-    MANIFEST,
-    TARGET_FOLDER,
-    WEIGHTS,
-    CacheManifest,
-    FeatureDataset,
-    is_intact,
-    layer_fields,
-    save_shard,
-)
-from .feature_extraction import write_target
+from .data.manifest import Manifest
+from .data.run_files import sole_writer
+from .feature_cache import check_version, layer_fields, layers_in, rows_of, shards_of
 from .recorded_call import DTYPE, RecordedCall
 
 
@@ -94,10 +83,7 @@ def record(
     inner, folder = as_target(target), Path(folder).absolute()  # wherever the program goes
     if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
         raise UserValueError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
-    if not (0 < share <= 1 and max_gigabytes > 0):
-        raise UserValueError(
-            f"`share` must be above 0 and at most 1, got {share}, and `max_gigabytes` above 0, got {max_gigabytes}."
-        )
+    check_settings(max_gigabytes, share)
     name = inner.config.name_or_path
     try:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
@@ -108,13 +94,21 @@ def record(
     return Recorder(inner, folder, tokenizer, max_gigabytes, share)
 
 
-def record_once(target: PreTrainedModel, folder: str) -> None:
+def check_settings(max_gigabytes: float, share: float) -> None:
+    """Raises `ValueError` for a size or a share that is out of range."""
+    if not (0 < share <= 1 and max_gigabytes > 0):
+        raise UserValueError(
+            f"`share` must be above 0 and at most 1, got {share}, and `max_gigabytes` above 0, got {max_gigabytes}."
+        )
+
+
+def record_once(target: PreTrainedModel, folder: str, **settings: float) -> None:
     """Begins to record a target in its first call. Where that fails, it warns once, and nothing is recorded."""
     memory = memory_of(target)
     if not memory.was_recorded:
         memory.was_recorded = True
         try:
-            record(target, folder)
+            record(target, folder, **settings)
         except Exception as error:
             logger.warning(f"Nothing is recorded: {error}")
 
@@ -138,9 +132,9 @@ class Recorder:
         self.folder, self.is_running = folder, True
         self._target, self._share, self._max_bytes = weakref.ref(target), share, max_gigabytes * 1e9
         self._lock, self._writing, self._process = threading.RLock(), ExitStack(), os.getpid()
-        self._calls: list[RecordedCall] = []  # that have ended, and are not read yet
-        self._rows: list[dict[str, torch.Tensor]] = []  # of the shard that is not full yet
-        self._manifest: CacheManifest | None = None
+        self._calls: list[RecordedCall] = []  # that have ended, and are not written yet
+        self._shards: list[tuple[Path, int, int]] = []  # with their bytes and tokens, the oldest first
+        self._num_rows = 0  # of the shards that are or were there
         model = model_fingerprint(target)
         self._made_from: dict[str, Any] = {"target": model, "model": model, **tokenizer_fingerprints(tokenizer)}
         self._seen = _versions(target)
@@ -160,16 +154,14 @@ class Recorder:
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows that are written."""
-        return sum(self._manifest.lengths) if self._manifest else 0
+        return sum(num_tokens for *_, num_tokens in self._shards)
 
     def stop(self) -> None:
         """Writes the rest, and ends the recording."""
         with self._lock:
             if self.is_running and os.getpid() == self._process:
                 with self._giving_up():
-                    self._check_calls()
-                    self._read_calls()
-                    self._write_shard()
+                    self._write_calls()
                 self._end()
 
     def __enter__(self) -> "Recorder":
@@ -179,22 +171,23 @@ class Recorder:
         self.stop()
 
     def _open(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begins a cache, or reads what an earlier recording left. Raises `ValueError` where that does not fit."""
-        record = Record(self.folder / MADE_FROM)
-        if any(self.folder.iterdir()) and "recording" not in record.made_from:
+        """Begins a cache, or goes on with one. Raises `ValueError` where that is of something else."""
+        check_version(self.folder)
+        self._manifest = Manifest(self.folder)
+        if any(self.folder.iterdir()) and "recording" not in self._manifest.made_from:
             raise UserValueError(f"{str(self.folder)!r} holds something else than a recording. Name a new folder.")
-        record.check(self._made_from, "Record into another folder.")
-        self._made_from = {"recording": os.urandom(8).hex(), "num_rows": 0} | record.made_from | self._made_from
+        self._manifest.check(self._made_from, "Record into another folder.")
         self.folder.chmod(0o700)
-        record.write(self._made_from, is_finished=record.is_finished)
-        if (self.folder / MANIFEST).exists():
-            dataset, manifest = FeatureDataset(self.folder), CacheManifest.load(self.folder)
-            # Every shard but the last has as many rows: those of the last one are written again with the next ones.
-            num_open = len(manifest.lengths) % _ROWS_PER_SHARD
-            self._manifest = replace(manifest, lengths=manifest.lengths[: len(manifest.lengths) - num_open])
-            self._rows = [dataset[row] for row in range(len(dataset) - num_open, len(dataset))]
-        if not is_intact(self.folder / TARGET_FOLDER / WEIGHTS):
-            write_target(target, tokenizer, self.folder)
+        begun = {"recording": os.urandom(8).hex(), "target_name": target.config.name_or_path}
+        self._made_from = begun | self._manifest.made_from | self._made_from
+        self._manifest.write(self._made_from)
+        delete_unfit(self.folder)
+        write_target(target, tokenizer, self.folder)
+        self._writer = CacheWriter(self.folder)
+        for path in shards_of(self.folder):
+            numbers, lengths = rows_of(path)
+            self._shards.append((path, path.stat().st_size, int(lengths.sum())))
+            self._num_rows = int(numbers.max()) + 1
 
     def _observe(self, drafter: GumihoModel) -> RecordedCall | None:
         """Returns the observer of a call that begins, unless it is not to be recorded."""
@@ -208,31 +201,24 @@ class Recorder:
                 raise UserValueError("this is another process than the one that began it")
             if (versions := _versions(target)) != self._seen:
                 if not self._has_its_weights():
-                    self._read_calls()
+                    self._write_calls(are_checked=True)  # which ended before that
                     raise UserValueError(_CHANGED)
                 self._seen = versions
             layers = drafter.config.layers_read(target.config)
-            self._fit_layers(target, layers)
+            self._fit_layers(layers)
             num_layers = None if layers is None else len(layers.besides_last_states(target.config))
             return RecordedCall(num_layers, drafter.config.get_text_config().vocab_size, self._add, self._giving_up)
         return None
 
-    def _fit_layers(self, target: PreTrainedModel, layers: TargetLayers | None) -> None:
+    def _fit_layers(self, layers: TargetLayers | None) -> None:
         """Raises `ValueError` where the cache is of other layers than these, which a drafter reads."""
-        if self._manifest is None:
-            self._manifest = CacheManifest(
-                columns=["input_ids", "loss_mask"],
-                dtype=str(DTYPE).removeprefix("torch."),
-                target_name=target.config.name_or_path,
-                lengths=[],
-                rows_per_shard=_ROWS_PER_SHARD,
-                machine=platform.node(),
-                **layer_fields(layers),
-            )
-        if layers != self._manifest.layers:
+        if "dtype" not in self._made_from:  # the first call of the recording
+            self._made_from |= {"dtype": str(DTYPE).removeprefix("torch."), **layer_fields(layers)}
+            self._manifest.write(self._made_from)
+        if layers != (before := layers_in(self._made_from)):
             raise UserValueError(
                 f"the drafter reads other layers of the target (`target_layer_ids`) than the folder holds: "
-                f"{layer_fields(layers)}, not {layer_fields(self._manifest.layers)}. Record into another folder"
+                f"{layer_fields(layers)}, not {layer_fields(before)}. Record into another folder"
             )
 
     def _has_its_weights(self) -> bool:
@@ -244,46 +230,29 @@ class Recorder:
         with self._lock, self._giving_up():
             if self.is_running:
                 self._calls.append(call)
-                if sum(call.num_rows for call in self._calls) + len(self._rows) >= _ROWS_PER_SHARD:
-                    self._check_calls()
-                    self._read_calls()
+                if sum(call.num_rows for call in self._calls) >= _ROWS_PER_SHARD:
+                    self._write_calls()
 
-    def _read_calls(self) -> None:
-        """Reads the rows of calls that have ended, and writes all full shards."""
+    def _write_calls(self, are_checked: bool = False) -> None:
+        """
+        Writes the rows of calls that have ended into a shard, and deletes the oldest shards where the folder is full.
+        Drops calls of other weights: code that writes to `weight.data` counts no new version.
+        """
         calls, self._calls = self._calls, []
-        for row in (row for call in calls for row in call.read_rows()):
-            self._rows.append(row)
-            self._made_from["num_rows"] += 1
-            if len(self._rows) == _ROWS_PER_SHARD:
-                self._write_shard()
-
-    def _check_calls(self) -> None:
-        """Drops calls of other weights: code that writes to `weight.data` counts no new version."""
-        if self._calls and not self._has_its_weights():
-            self._calls = []
+        if calls and not are_checked and not self._has_its_weights():
             raise UserValueError(_CHANGED)
-
-    def _write_shard(self) -> None:
-        """Writes the newest shard, then that it exists, and deletes the oldest ones where the folder is full."""
-        manifest, rows = self._manifest, self._rows
-        if manifest is None or not rows:
-            return
-        self._rows = []
-        manifest = replace(manifest, lengths=[*manifest.lengths, *(len(row["input_ids"]) for row in rows)])
-        paths = manifest.shards(self.folder)
-        save_shard(rows, paths[-1])
-        sizes = [path.stat().st_size for path in paths]
-        num_old = 0
-        while sum(sizes[num_old:]) > self._max_bytes and num_old < len(sizes) - 1:
-            num_old += 1
-        lengths = manifest.lengths[num_old * _ROWS_PER_SHARD :]
-        self._manifest = replace(manifest, lengths=lengths, first_shard=manifest.first_shard + num_old)
-        what = {"dtype": manifest.dtype, **layer_fields(manifest.layers)}
-        what["data"] = f"{self._made_from['num_rows']} rows of the recording {self._made_from['recording']}"
-        Record(self.folder / MADE_FROM).write(self._made_from | what, is_finished=True)
-        self._manifest.save(self.folder)
-        for path in paths[:num_old]:
-            path.unlink()
+        rows: dict[int, dict[str, torch.Tensor]] = {}
+        try:
+            for row in (row for call in calls for row in call.read_rows()):
+                rows[self._num_rows + len(rows)] = row
+        finally:
+            if rows:
+                path = self._writer.save(rows)
+                self._num_rows += len(rows)
+                self._shards.append((path, path.stat().st_size, sum(len(row["input_ids"]) for row in rows.values())))
+        while len(self._shards) > 1 and sum(size for _, size, _ in self._shards) > self._max_bytes:
+            oldest, *_ = self._shards.pop(0)
+            oldest.unlink()
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -294,18 +263,18 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
-        """Ends the recording, and says why. Unless files cannot be written, what is read is written."""
+        """Ends the recording, and says why. Unless files cannot be written, calls that have ended are written."""
         with self._lock:
             if not self.is_running:
                 return
             with suppress(Exception):
                 if not isinstance(reason, OSError) and os.getpid() == self._process:
-                    self._write_shard()
+                    self._write_calls()
             self._end()
         logger.warning(f"Recording into {str(self.folder)!r} has stopped, and generation goes on: {reason}.")
 
     def _end(self) -> None:
-        self.is_running, self._calls, self._rows = False, [], []
+        self.is_running, self._calls = False, []
         if (target := self._target()) is not None:
             observers = memory_of(target).observers
             if self._observe in observers:

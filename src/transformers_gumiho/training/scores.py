@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..commands import UserValueError
-from ..generation.verification.placement import input_device
+from ..generation.verification.traits import input_device
 from ..model.decoding_settings import NEVER_PAUSES
 from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
@@ -127,7 +127,7 @@ def measure_acceptance(
         **generate_kwargs: For `generate()`.
 
     Returns:
-        For each prompt, the tokens that each cycle committed. Tau is their mean.
+        For each prompt, the tokens that each drafted cycle committed. Tau is their mean.
     """
     training, own_settings = drafter.training, drafter.generation_config
     drafter.eval()
@@ -142,7 +142,8 @@ def measure_acceptance(
         for prompt in prompts:
             ids = torch.as_tensor(prompt, device=input_device(target))[None]
             output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            lengths.append(output.accepted_lengths[0])
+            cycles = zip(output.accepted_lengths[0], output.draft_origins, strict=True)
+            lengths.append([number for number, origin in cycles if origin == "drafter"])
     finally:
         own_settings.break_even = break_even
         drafter.train(training)

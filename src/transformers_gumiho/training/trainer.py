@@ -1,33 +1,28 @@
 """The `Trainer` of a drafter."""
 
 import math
-import time
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length
+from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ..commands import UserFloatingPointError, UserValueError
 from ..generation.verification.target_states import TargetStates
-from ..internals import drive_one_device, gradients_of_pass, note_best_metric
+from ..internals import drive_one_device, note_best_metric
 from . import checks
 from .arguments import GumihoTrainingArguments
-from .batches import SeededLengthGroups, ShareOfBatches, StepBatches, make_loader
+from .budget_trainer import TokenBudgetTrainer
 from .calibration import NUM_POSITIONS, drop_break_even, fit_temperatures, rows_to_fit_on, score_choices
 from .checkpoints import ScheduleOfThisRun, gather_when_saving, last_complete_checkpoint
-from .collator import GumihoDataCollator, collate_all
-from .data.budget import within_budget
+from .collator import GumihoDataCollator
 from .data.target_runs import why_not_finite
-from .draft_vocabulary import DraftRestriction
-from .feature_cache import TargetFeatures, row_lengths
+from .draft_restriction import DraftRestriction
+from .feature_cache import TargetFeatures
 from .linear_start import start_linearly
 from .losses.chunked import chunked_gumiho_loss
 from .losses.positions import count_positions
@@ -39,7 +34,7 @@ from .target_features import OnlineFeatures, add_noise
 from .unrolling import unroll_serial_head
 
 
-class GumihoTrainer(Trainer):
+class GumihoTrainer(TokenBudgetTrainer):
     """
     Trains a drafter to imitate a frozen target.
 
@@ -56,9 +51,8 @@ class GumihoTrainer(Trainer):
 
     Raises:
         TypeError: `args`, `model` or `target` is of another type.
-        ValueError: The drafter was not made for the target, the rows are of another target than the features, an
-            adapter cannot hold what is to be trained, or tau is to be measured without the target itself or with a
-            drafter that is split over processes.
+        ValueError: The drafter was not made for the target, the rows are of another target than the features, or an
+            adapter cannot hold what is to be trained.
 
     Example:
 
@@ -82,9 +76,6 @@ class GumihoTrainer(Trainer):
 
     ```
     """
-
-    args: GumihoTrainingArguments
-    data_collator: Any
 
     def __init__(
         self,
@@ -136,99 +127,9 @@ class GumihoTrainer(Trainer):
         self._restriction = DraftRestriction(self)
         self._broken_states = torch.zeros((), dtype=torch.long, device=args.device)  # of the target, in training
         self._forget_terms()
-        self.seconds_of_waiting = 0.0  # for training data
-        self.num_tokens = 0  # that this process has trained on, padding included
         self._is_new = True  # nothing was trained yet
         self._positions_per_row = 0  # that are scored, while temperatures are fitted
         checks.check_collator(self.data_collator, args.assistant_only_loss)
-
-    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        """As `Trainer.get_train_dataloader`, within the budgets of tokens, and with each row once."""
-        # Evaluations count the answers alone, whatever is trained on.
-        collator, self.data_collator = self.data_collator, self._training_collator()
-        try:
-            batches = self._training_batches()
-            if batches is None:
-                return super().get_train_dataloader()
-            return make_loader(self.train_dataset, batches, self.data_collator, self.args)
-        finally:
-            self.data_collator = collator
-
-    def _training_collator(self) -> Any:
-        return self.data_collator if self.args.assistant_only_loss else partial(collate_all, self.data_collator)
-
-    def _training_batches(self) -> Sampler | None:
-        """Returns the batches of this process, unless they are those of `Trainer`."""
-        args, dataset = self.args, self.train_dataset
-        place = args.process_index, args.world_size
-        if dataset is None or not has_length(dataset):
-            return None
-        if args.tokens_per_step is not None:
-            seed = args.seed if args.data_seed is None else args.data_seed
-            lengths = self._lengths_of(dataset)
-            return StepBatches(lengths, args.tokens_per_step, args.pass_budget or 1, seed, *place)
-        if args.world_size == 1 or args.train_sampling_strategy == "batch_rebalance":
-            return None
-        rows = self._get_train_sampler(dataset)
-        if isinstance(rows, RandomSampler):  # in the order that accelerate gives one process
-            rows = SeedableRandomSampler(dataset, data_seed=args.data_seed)
-        batches = BatchSampler(rows, args.train_batch_size, args.dataloader_drop_last)
-        return ShareOfBatches(batches, *place, args.dataloader_drop_last)
-
-    def _lengths_of(self, dataset: Any) -> list[int]:
-        lengths = row_lengths(dataset)
-        return [len(row["input_ids"]) for row in dataset] if lengths is None else lengths
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> torch.utils.data.DataLoader:
-        """As `Trainer.get_eval_dataloader`, within the budget of tokens."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        return self._loader_within_budget(dataset) or super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> torch.utils.data.DataLoader:
-        """As `Trainer.get_test_dataloader`, within the budget of tokens."""
-        return self._loader_within_budget(test_dataset) or super().get_test_dataloader(test_dataset)
-
-    def _loader_within_budget(self, dataset: Any) -> torch.utils.data.DataLoader | None:
-        budget = self.args.pass_budget
-        if budget is None or dataset is None or not has_length(dataset):
-            return None
-        batches = within_budget(range(len(dataset)), self._lengths_of(dataset), budget)
-        share = ShareOfBatches(batches, self.args.process_index, self.args.world_size)
-        return make_loader(dataset, share, self.data_collator, self.args)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        lengths = row_lengths(dataset) if self.args.train_sampling_strategy == "group_by_length" else None
-        if not lengths:
-            return super()._get_train_sampler(train_dataset)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        # A step's rows, so that several processes take those that one would.
-        return SeededLengthGroups(self.args.rows_per_step, lengths, seed)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        if self.args.train_sampling_strategy == "group_by_length":  # `Trainer` would read the states of all rows
-            return SequentialSampler(eval_dataset)
-        return super()._get_eval_sampler(eval_dataset)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | None = None) -> Any:
-        """As `Trainer.training_step`, for each of the passes of a step."""
-        if not isinstance(inputs, list):
-            self.num_tokens += inputs["input_ids"].numel()
-            return super().training_step(model, inputs, num_items_in_batch)
-        losses = []
-        for number, batch in enumerate(inputs, 1):
-            self.num_tokens += batch["input_ids"].numel()
-            with gradients_of_pass(self.accelerator, model, is_last=number == len(inputs)):
-                losses.append(super().training_step(model, batch, num_items_in_batch))
-        return torch.stack(losses).sum()
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
-        begin = time.perf_counter()
-        samples = super().get_batch_samples(*args, **kwargs)
-        self.seconds_of_waiting += time.perf_counter() - begin
-        return samples
 
     def compute_loss(
         self,

@@ -7,8 +7,9 @@ from torch.nn.functional import embedding, linear
 
 from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
-from ..tree.draft_tree import DraftLevel, DraftTree, build_tree
+from ..tree.draft_tree import DraftLevel
 from .candidate_generator import GumihoCandidateGenerator
+from .drafter import NewestTokens
 from .transitions import condition
 
 
@@ -101,26 +102,19 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
             self._body.write_context(self.assistant_model, context, position_ids, self.cache)
         return context
 
-    def _grow_tree(
-        self,
-        root_tokens: torch.Tensor,
-        feature: torch.Tensor,
-        position_ids: torch.Tensor,
-        noise: torch.Tensor | None,
-    ) -> DraftTree:
-        """Drafts a tree under the newest tokens `root_tokens` `(B, 1)`, one position after `position_ids` `(B, 1)`."""
-        settings, depth = self.settings, self.settings.tree_depth
+    def _draft_levels(self, newest: NewestTokens, noise: torch.Tensor | None) -> list[DraftLevel]:
+        """Drafts the levels of a tree: tokens of all depths at once, and the best of their combinations."""
         # 1. One pass predicts the tokens of all depths.
-        states = self._run_mask_tokens(root_tokens, position_ids + 1)[:, -depth:]
+        states = self._run_mask_tokens(newest.tokens, newest.position_ids + 1)
+        states = states[:, -self.settings.tree_depth :]
         logits = self.score(states[:, :, None]).float()  # (B, D, 1, K)
-        roots = root_tokens.to(logits.device)
+        roots = newest.tokens.to(logits.device)
         # 2. With a Markov head, that of depth 1 depends on the root.
         if self._transitions is not None:
             logits[:, 0] += self._transitions.of_roots(roots).to(logits.device)
         # 3. The best combinations of these tokens, all of them paths under the root.
         nothing = torch.zeros_like(roots)
-        levels = self._recombine(DraftLevel(nothing, nothing.float(), nothing), logits, noise)
-        return build_tree(roots.squeeze(1), levels, settings.num_assistant_tokens, depth, self.token_ids)
+        return self._recombine(DraftLevel(nothing, nothing.float(), nothing), logits, noise)
 
     def _run_mask_tokens(self, root_tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Runs a block of the newest tokens `(B, 1)` and mask tokens. Returns the states `(B, Q, H)` to be scored."""

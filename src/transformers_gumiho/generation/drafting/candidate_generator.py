@@ -13,9 +13,9 @@ from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
-from ..verification.placement import input_device
 from ..verification.session import CommittedTokens, TargetSession
 from ..verification.target_states import find_decoder, head_for_drafting
+from ..verification.traits import input_device
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GenerationView, GumihoDrafter, last_of_rows
@@ -28,21 +28,18 @@ MAX_LOST, MAX_GAINED = 2.0, 4.0
 FIRST_PAUSE, LATER_PAUSE = 8, 64
 # On a CPU a pass over this many nodes takes about twice as long as one over a single token.
 NODES_PER_STEP_ON_CPU = 50
-# Runs of the context end when the drafter has this many committed tokens to read, because it reads all of them in one
-# pass, which takes memory. A pause may add the tokens of its cycles.
-_MAX_UNREAD_TOKENS = 256
 
 
-DraftSource = Literal["drafter", "context", "pause", "end"]
+DraftSource = Literal["drafter", "pause", "end"]
 
 
 @dataclass(frozen=True)
 class DraftOrigin:
     """
-    Where the tokens of a draft tree come from: the "drafter"; the "context" for a run of prompt-lookup drafts; "pause"
-    if the drafter is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the
-    target's positions have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this
-    one, and `break_even` are the tokens per row that a drafted cycle must commit.
+    Where the tokens of a draft tree come from: the "drafter", also if prompt lookup added some; "pause" if the drafter
+    is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the target's positions
+    have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this one, and
+    `break_even` are the tokens per row that a drafted cycle must commit.
     """
 
     source: DraftSource
@@ -77,9 +74,10 @@ class DraftingPause:
 
     def take_cycle(self) -> bool:
         """Returns whether the drafter is paused in the next cycle, and counts that cycle."""
-        is_paused = self.num_left > 0
-        self.num_left -= is_paused
-        return is_paused
+        if self.num_left == 0:
+            return False
+        self.num_left -= 1
+        return True
 
 
 @dataclass(eq=False)
@@ -88,15 +86,14 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     Makes the draft tree of each cycle ([`draft_tree`]).
 
     The drafter pauses while it gains less than it costs ([`DraftingPause`]). After the pause it reads what was
-    committed meanwhile. Prompt lookup adds a branch to its trees. If a text repeats itself, prompt lookup drafts
-    longer and longer runs alone. `origin` ([`DraftOrigin`]) says where the newest tree comes from.
+    committed meanwhile. Prompt lookup adds a branch to its trees. `origin` ([`DraftOrigin`]) says where the newest
+    tree comes from.
 
     Args:
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
         break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
         first_cycles ([`FirstCycles`], *optional*): Counts what the first cycles with this drafter commit.
-        longest_run (`int`, *optional*): Most tokens of a run of the context. Unlimited by default.
 
     The other arguments are those of [`GumihoDrafter`].
     """
@@ -104,7 +101,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     context: ContextDrafts | None = None
     break_even: float | None = None
     first_cycles: FirstCycles | None = None
-    longest_run: int | None = None
 
     # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
@@ -158,7 +154,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
             first_cycles=FirstCycles.of(target, assistant_model) if assistant_model.config.converted_from else None,
-            longest_run=session.longest_run,
         )
 
     @staticmethod
@@ -181,20 +176,21 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 them itself, so no path is as long, except in fixed shapes.
             max_depth: Depth below which no node may be, also in fixed shapes: the target's positions end there.
         """
-        if num_missing is not None and not self.has_fixed_shapes:
+        # 1. The root alone, where no draft can be accepted.
+        if num_missing is not None and not self.shapes.are_fixed:
             max_depth = num_missing - 1 if max_depth is None else min(max_depth, num_missing - 1)
         if max_depth == 0:
             self.origin = DraftOrigin("end")
             return bare_root(last_of_rows(committed.tokens, committed.accepted_lengths).squeeze(1))
-        branch = None
-        if self.context is not None:
-            branch = self.context.draft(committed.tokens.device, self._run_lengths(num_missing or 0))
-        self.origin = self._next_origin(committed, is_run=branch is not None and branch.is_run)
+        # 2. What the text says, and whether the drafter drafts.
+        branch = None if self.context is None else self.context.draft(committed.tokens.device)
+        self.origin = self._next_origin(committed)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
         self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch, max_depth)
+        # 3. The drafter reads what it has missed, and its tree competes with the branch.
         tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
         self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
@@ -203,7 +199,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     def _limit(self, tree: DraftTree, max_depth: int | None) -> DraftTree:
         return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
 
-    def _next_origin(self, committed: CommittedTokens, is_run: bool) -> DraftOrigin:
+    def _next_origin(self, committed: CommittedTokens) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
         pause = self._pause
         if self._num_drafted and self.origin.source == "drafter":
@@ -215,27 +211,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
                 pause.observe(tokens, sum(compress(right, is_open)) / num_open)
             if self.first_cycles is not None:
                 self.first_cycles.observe(tokens)
-        if is_run:
-            return DraftOrigin("context")
         if pause is not None and pause.take_cycle():
             return DraftOrigin("pause", pause.num_left, self.break_even)
         return DraftOrigin("drafter")
-
-    def _run_lengths(self, num_missing: int) -> range:
-        """Returns the possible lengths of a run: more tokens than a tree has, and fewer than are missing."""
-        # None with fixed shapes, when the drafter has many tokens to read, and in chains, because a target with
-        # recurrent states may have to run rejected tokens again.
-        settings, num_unread = self.settings, sum(part.tokens.shape[1] for part in self._unread)
-        if self.has_fixed_shapes or settings.branching_factor == 1 or num_unread >= _MAX_UNREAD_TOKENS:
-            return range(0)
-        longest = num_missing if self.longest_run is None else min(self.longest_run + 1, num_missing)
-        return range(settings.num_assistant_tokens + 1, longest)
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
         """Returns the context's branch as a tree, or the root alone; in fixed shapes as large as drafted trees."""
         newest = self._unread[-1]
         root = last_of_rows(newest.tokens, newest.accepted_lengths).squeeze(1)
-        if self.has_fixed_shapes:
+        if self.shapes.are_fixed:
             # A branch is merged into the whole path: a node counts as reached if all that are known above it agree.
             longest = self.settings.longest_path if branch is None else self._num_drafted
             tree = self._add_branch(padded_root(root, self._num_drafted, longest), branch)
@@ -250,7 +234,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
             tree = merge(tree, branch.tokens, branch.scores)
-        if self.context is None or not self.has_fixed_shapes:
+        if self.context is None or not self.shapes.are_fixed:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.
         return replace(tree, depths=tree.depths.clamp(max=settings.longest_path), max_depth=settings.longest_path)

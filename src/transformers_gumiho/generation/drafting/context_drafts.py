@@ -25,8 +25,6 @@ _LASTING_COUNT = 0.5
 _DECAY = 0.95
 # Drafts that are less probable than this are dropped.
 _MIN_ESTIMATE = 0.02
-# A run has at most four times the usual number of drafts, and 64 tokens: the logits of each take memory.
-_MAX_RUN_FACTOR, _MAX_RUN_TOKENS = 4, 64
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,10 @@ class ContextBranch:
         tokens (`(B, M)`): The tokens from depth 1 down.
         scores (`(B, M)`): Summed log-probabilities (nats) of the tokens down to each; minus infinity in rows
             without a draft.
-        is_run: Whether the target verifies this path alone, without a tree of the drafter.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
-    is_run: bool
 
 
 class MatchEstimates:
@@ -120,16 +116,10 @@ class NgramIndex:
 
 
 class RowDrafts:
-    """
-    The prompt-lookup drafts of one row, usually of `num_tokens` tokens.
-
-    Attributes:
-        run_length: Twice the length of the newest draft if all of it was right, at most [`longest_run`]; otherwise 0.
-    """
+    """The prompt-lookup drafts of one row, of `num_tokens` tokens."""
 
     def __init__(self, num_tokens: int, max_ngram_size: int):
         self.num_tokens = num_tokens
-        self.run_length = 0
         self.estimates = MatchEstimates()
         self._index = NgramIndex(max_ngram_size)
         self._drafted: list[int] = []
@@ -143,28 +133,20 @@ class RowDrafts:
             if token != drafted:
                 break
             num_right += 1
-        are_all_right = 0 < len(self._drafted) == num_right
-        self.run_length = min(2 * num_right, longest_run(self.num_tokens)) if are_all_right else 0
         self._index.extend(tokens)
         self._drafted = []
         return num_right
 
-    def draft(self, num_tokens: int | None = None) -> tuple[list[int], list[float]]:
+    def draft(self) -> tuple[list[int], list[float]]:
         """Returns drafted tokens, and the probability of each after those before it; none without a match."""
-        num_tokens = self.num_tokens if num_tokens is None else num_tokens
         match = self._index.match()
         if match is None:
             return [], []
         self._match_length = match.length
-        self._drafted = self._index.continuation(match, num_tokens)
+        self._drafted = self._index.continuation(match, self.num_tokens)
         # Each accepted token makes the match longer by one.
-        lengths = range(match.length, match.length + num_tokens)
+        lengths = range(match.length, match.length + self.num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
-
-
-def longest_run(num_tokens: int) -> int:
-    """Returns the most tokens of a run if drafts usually have `num_tokens`."""
-    return min(_MAX_RUN_FACTOR * num_tokens, _MAX_RUN_TOKENS)
 
 
 class ContextDrafts:
@@ -175,7 +157,7 @@ class ContextDrafts:
     Args:
         read_text: Takes an index for each row, and returns the row's tokens from it on.
         starts: Index of the first token after the padding in each row.
-        num_tokens: Usual number of drafted tokens.
+        num_tokens: Number of drafted tokens.
         max_ngram_size: Longest n-gram that is looked up.
         vocab_size: Tokens outside the vocabulary, which mark images, are skipped.
     """
@@ -195,27 +177,21 @@ class ContextDrafts:
         self._vocab_size = vocab_size
         self._rows = [RowDrafts(num_tokens, max_ngram_size) for _ in starts]
 
-    def draft(self, device: torch.device, run_lengths: range = range(0)) -> ContextBranch | None:
+    def draft(self, device: torch.device) -> ContextBranch | None:
         """
-        Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. If all
-        of the newest draft was right, a single row gets a run: twice as many tokens, if that is one of `run_lengths`.
-        Returns the branch on `device`, or `None` if no row has a draft.
+        Reads what was committed since the last call, and drafts `num_tokens` tokens for each row with a match. Returns
+        the branch on `device`, or `None` if no row has a draft.
         """
         texts = self._read_text(self._known)
         self._known = [known + len(text) for known, text in zip(self._known, texts, strict=True)]
         new = [[token for token in text if 0 <= token < self._vocab_size] for text in texts]
         self.num_right = [row.extend(tokens) for row, tokens in zip(self._rows, new, strict=True)]
-        run_length = 0
-        # Not in batches: rows seldom repeat themselves at once, and the other rows would verify a run for nothing.
-        if len(self._rows) == 1 and run_lengths:
-            length = min(self._rows[0].run_length, run_lengths[-1])
-            run_length = length if length in run_lengths else 0
-        width = run_length or self.num_tokens
-        tokens, scores = [[0] * width for _ in texts], [[-math.inf] * width for _ in texts]
+        tokens = [[0] * self.num_tokens for _ in texts]
+        scores = [[-math.inf] * self.num_tokens for _ in texts]
         for index, row in enumerate(self._rows):
-            drafted, estimates = row.draft(width)
+            drafted, estimates = row.draft()
             if drafted and estimates[0] >= _MIN_ESTIMATE:
                 tokens[index], scores[index] = drafted, list(itertools.accumulate(map(math.log, estimates)))
         if all(of_row[0] == -math.inf for of_row in scores):
             return None
-        return ContextBranch(upload(tokens, device), upload(scores, device, torch.float32), run_length > 0)
+        return ContextBranch(upload(tokens, device), upload(scores, device, torch.float32))

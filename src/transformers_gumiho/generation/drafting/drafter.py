@@ -23,30 +23,37 @@ from ..verification.tree_cache import TreeCache
 from .transitions import DraftTransitions, extend_paths
 
 
+@dataclass(frozen=True)
 class GenerationView:
     """
-    What a drafter sees of the generation that it drafts for. This one shows nothing; the loop's shows its own.
+    What a drafter sees of the generation that it drafts for. By default nothing.
 
     Attributes:
         prompt_length: Tokens of the prompt in each row, padding included.
         prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
         drafter_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
+        tokens_from: Returns the text's tokens of each row from index `starts[b]` on.
+        peek_noise: Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids`
+            `(K,)` or for all; `None` in greedy decoding, and if it cannot be known.
     """
 
     prompt_length: int = 0
     prompt_chunk_size: int | None = None
     drafter_pass: Callable[[], AbstractContextManager[None]] = nullcontext
+    tokens_from: Callable[[Sequence[int]], list[list[int]]] = lambda starts: [[] for _ in starts]
+    peek_noise: Callable[[int, torch.Tensor | None], torch.Tensor | None] = lambda num_draws, token_ids: None
 
-    def tokens_from(self, starts: Sequence[int]) -> list[list[int]]:
-        """Returns the text's tokens of each row from index `starts[b]` on."""
-        return [[] for _ in starts]
 
-    def peek_noise(self, num_draws: int, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """
-        Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids` `(K,)` or
-        for all; `None` in greedy decoding, and if it cannot be known.
-        """
-        return None
+@dataclass(frozen=True)
+class NewestTokens:
+    """
+    The newest committed token of each row, under which a tree grows: its id `(B, 1)`, the serial feature `(B, 1, H)`
+    that predicts the token after it, and its position `(B, 1)`.
+    """
+
+    tokens: torch.Tensor
+    features: torch.Tensor
+    position_ids: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -100,17 +107,13 @@ class GumihoDrafter:
         # target's temperature, too, because its tokens are drawn under both.
         self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        for tensor in [tensor for pair in self._head_weights or [] for tensor in pair if self.has_fixed_shapes]:
-            mark_static_address(tensor)
+        for weight, bias in (self._head_weights or []) if self.shapes.are_fixed else []:
+            mark_static_address(weight)
+            mark_static_address(bias)
         # A compiled function cannot call observers.
         self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
         # Of the class and not of this object, which would be compiled anew in each call.
         self._draft_fixed = self.shapes.compiler(GumihoDrafter._draft_after)
-
-    @property
-    def has_fixed_shapes(self) -> bool:
-        """Whether all cycles run in the same shapes."""
-        return self.shapes.are_fixed
 
     @torch.no_grad()
     @gqa_without_copies()
@@ -122,8 +125,9 @@ class GumihoDrafter:
         tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
         if not self._has_read_prompt:
             feature = self._read_prompt(committed)
-            return self._grow_tree(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths), noise)
-        if not self.has_fixed_shapes:
+            last = NewestTokens(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths))
+            return self._grow_tree(last, noise)
+        if not self.shapes.are_fixed:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
         *older, newest = committed.split(self._max_committed)
         for part in older:
@@ -147,7 +151,7 @@ class GumihoDrafter:
                 prompt.tokens[:, chunk], prompt.target_states[:, chunk], prompt.position_ids[:, chunk], seen
             )
             self.cache.commit([chunk.stop - start] * num_rows)
-        if self.has_fixed_shapes:
+        if self.shapes.are_fixed:
             self.cache.fix_shapes(prompt.tokens.device)
         return features[:, -1:]
 
@@ -191,45 +195,41 @@ class GumihoDrafter:
     ) -> DraftTree:
         """Drafts after committed tokens, whose `accepted_lengths` `(B,)` are on the device in fixed shapes."""
         features = self._read(tokens, target_states, position_ids, accepted_lengths)
-        root, feature, position = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
-        return self._grow_tree(root, feature, position, noise)
+        newest = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
+        return self._grow_tree(NewestTokens(*newest), noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
         batch_size, offsets = len(self.cache.lengths), torch.arange(num_tokens, device=self.device)
         return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
-    def _grow_tree(
-        self,
-        root_tokens: torch.Tensor,
-        feature: torch.Tensor,
-        position_ids: torch.Tensor,
-        noise: torch.Tensor | None,
-    ) -> DraftTree:
-        """
-        Drafts a tree under the newest committed tokens `root_tokens` `(B, 1)`, from the serial `feature` `(B, 1, H)`
-        that predicts the token after them, and its position `(B, 1)`, with the scaled noise `(B, tree_depth, K)`.
-        """
-        levels, path_inputs = self._draft_serially(feature, position_ids, noise)
+    def _grow_tree(self, newest: NewestTokens, noise: torch.Tensor | None) -> DraftTree:
+        """Drafts a tree under the newest tokens, with the scaled noise `(B, tree_depth, K)`."""
+        levels, settings = self._draft_levels(newest, noise), self.settings
+        roots = newest.tokens.squeeze(1).to(levels[0].tokens.device)
+        return build_tree(roots, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+
+    def _draft_levels(self, newest: NewestTokens, noise: torch.Tensor | None) -> list[DraftLevel]:
+        """Drafts the levels of a tree: those of serial tokens, then those of the parallel heads."""
+        levels, path_inputs = self._draft_serially(newest, noise)
         if self._num_heads > 0:
             features = self._run_heads(torch.cat(path_inputs, dim=-1))
             levels += self._recombine(levels[-1], self.score(features), noise)
-        root_tokens = root_tokens.squeeze(1).to(levels[0].tokens.device)
-        settings = self.settings
-        return build_tree(root_tokens, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+        return levels
 
     def _draft_serially(
-        self, feature: torch.Tensor, position_ids: torch.Tensor, noise: torch.Tensor | None
+        self, newest: NewestTokens, noise: torch.Tensor | None
     ) -> tuple[list[DraftLevel], list[torch.Tensor]]:
         """
-        Drafts the serial tokens one after the other. The arguments are those of [`_grow_tree`]. Returns the levels,
-        and for each serial token the fused inputs `(B, paths, H)` of the paths that are extended.
+        Drafts the serial tokens one after the other. Returns the levels, and for each serial token the fused inputs
+        `(B, paths, H)` of the paths that are extended.
         """
-        settings = self.settings
+        settings, feature = self.settings, newest.features
         level, levels = None, []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
+            # 1. The best tokens after each path, by the features that predict them, make the next level.
             logits = self.score(self.assistant_model.predict(feature)[:, None])
             found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
@@ -240,15 +240,16 @@ class GumihoDrafter:
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
-            # Each path has its own tokens, and the features that predict the next ones.
+            # 2. The best paths go on: each has its own tokens, and the features that predict the next ones.
             parents = level.parents.to(feature.device)
             tokens = level.tokens if self.token_ids is None else self.token_ids.to(level.tokens.device)[level.tokens]
             fused = self._fuse(tokens.to(feature.device), gather_rows(feature, parents))
             if self._num_heads > 0:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
             if step < self._num_serial:
+                # 3. Their candidates see those above them. They stay in the cache until the tree is drafted.
                 visible, depths = _append_candidates(visible, depths, parents, step - 1)
-                positions = (position_ids + step).expand(-1, fused.shape[1])
+                positions = (newest.position_ids + step).expand(-1, fused.shape[1])
                 feature = self._run_block(fused, visible, depths, positions)
                 self.cache.num_pending += fused.shape[1]
         self.cache.num_pending = 0

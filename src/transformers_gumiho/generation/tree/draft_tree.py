@@ -193,10 +193,10 @@ def choose_nodes(
     )
 
 
-def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
+def limit_depth(tree: DraftTree, max_depth: int, is_path: bool) -> DraftTree:
     """
     Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it. In
-    chains (`is_chain`) that is their depth.
+    chains (`is_path`) that is their depth.
 
     Nodes below it that remain come last. No walk reaches them; they have the position of `max_depth`. On an
     accelerator all of a tree's remain, because the host would have to wait for their number.
@@ -204,7 +204,7 @@ def limit_depth(tree: DraftTree, max_depth: int, is_chain: bool) -> DraftTree:
     if tree.max_depth <= max_depth:
         return tree
     is_below, num_kept = tree.depths > max_depth, tree.tokens.shape[1]
-    if is_chain:
+    if is_path:
         num_kept = min(max_depth + 1, num_kept)
     elif is_below.device.type == "cpu":
         num_kept -= int(is_below.sum(dim=1).min())

@@ -92,14 +92,14 @@ def run_delta_rule(
         The outputs `(B, h, n, V)`, and what the nodes do to the state.
     """
     query, key, value, decay, beta, state = _in_one_dtype(query, key, value, decay, beta, state)
-    kept, between = _decays(decay, ancestors)
+    remains, between = _decays(decay, ancestors)
     # What is on the diagonal is not read.
     system = _scores(key * beta, key, between)
-    given = torch.cat((value * beta, key * beta * kept), dim=-1)
+    given = torch.cat((value * beta, key * beta * remains), dim=-1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
     written, read = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
     written = written - read @ state
-    output = (query * kept) @ state + _scores(query, key, between) @ written
+    output = (query * remains) @ state + _scores(query, key, between) @ written
     return output, NodeTerms(key, written, decay)
 
 
@@ -125,8 +125,8 @@ def run_scan(
         The outputs `(B, h, n, K)`, and what the nodes do to the state.
     """
     inputs, decay, write, read, state = _in_one_dtype(inputs, decay, write, read, state)
-    kept, between = _decays(decay, ancestors)
-    output = (read * kept) @ state.transpose(-1, -2) + _scores(read, write, between) @ inputs
+    remains, between = _decays(decay, ancestors)
+    output = (read * remains) @ state.transpose(-1, -2) + _scores(read, write, between) @ inputs
     return output, NodeTerms(inputs, write, decay)
 
 
@@ -138,6 +138,7 @@ def window_places(
     places `(B, m, width)` in a sequence of `num_before` inputs before the root and one for each node. `parents` and
     `depths` `(B, n)` are those of the tree.
     """
+    # Node 3 under node 1 under the root, after three inputs: the root's place is 3, and the window of four is 2 3 4 6.
     places, node, depths = [], nodes, depths.gather(1, nodes)
     for distance in range(width):
         # Above the root come the newest of the inputs before it.

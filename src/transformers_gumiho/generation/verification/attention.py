@@ -13,6 +13,7 @@ The functions that do so are registered when a pass needs them first. Functions 
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,14 +25,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...internals import (
+    CPU_ATTENTION_READS_GROUPS,
+    PACKS_SINGLE_QUERIES,
     SDPA_ATTENTION,
     UNMASKED_ATTENTION,
-    attention_reads_groups,
-    cpu_attention_reads_groups,
-    eager_attention,
-    packs_single_queries,
     registered_attention,
     supports_sdpa,
+    use_gqa_in_sdpa,
 )
 
 
@@ -46,9 +46,9 @@ _KNOWN_OPTIONS = {"softcap", "s_aux"}
 _REPLACED_BY_MASK = {"sliding_window"}
 # Kernels need the rows of a mask to begin at multiples of this many numbers. Other masks are copied in each layer.
 _ROW_ALIGNMENT = 16
-# The functions that were registered, each with the one that it replaces. A mark on a function would not do: functions
-# that wrap it copy the mark.
-_installed: list[tuple[AttentionFunction, AttentionFunction]] = []
+# Attribute of a function that was registered here: itself, as functions that wrap it copy the attribute; the function
+# that it replaces; and the passes that it knows, which are those of one copy of this package.
+_MARK = "gumiho_attention"
 
 # State of a pass over a tree in this thread: its folded masks, the eager function of each class of layers, and others.
 _passes = threading.local()
@@ -90,15 +90,39 @@ def masked_attention(
     return functools.partial(pass_state, eager=eager, has_sdpa=supports_sdpa(target))
 
 
+def attention_file(kind: type) -> Any:
+    """Returns the module that looks up attention functions for a class or a base of it, if any."""
+    # Except the module that defines the functions.
+    names = [base.__module__ for base in kind.__mro__ if base.__module__ != AttentionInterface.__module__]
+    files = (sys.modules.get(name) for name in names)
+    return next((file for file in files if hasattr(file, "ALL_ATTENTION_FUNCTIONS")), None)
+
+
+def eager_attention(kind: type) -> Any:
+    """Returns the function that layers of a class call with `eager` attention, if any."""
+    return getattr(attention_file(kind), "eager_attention_forward", None)
+
+
 def replaced_attention(function: Any) -> Any:
-    """Returns the function that one of this module replaces, or the function itself."""
-    return next((plain for installed, plain in _installed if installed is function), function)
+    """Returns the function that those of this package replace, or the function itself."""
+    return _opened(function)[0]
+
+
+def _opened(function: Any) -> tuple[Any, list[Any]]:
+    """Returns the same, and the passes that the functions of each copy of this package know."""
+    passes = []
+    while (mark := getattr(function, _MARK, None)) is not None and mark[0] is function:
+        _, function, known = mark
+        passes.append(known)
+    return function, passes
 
 
 def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> None:
     """Registers a function for an implementation, unless it is registered already or somebody else's stands there."""
     plain = registered_attention(implementation)
-    if plain is None or (plain is not SDPA_ATTENTION and plain not in UNMASKED_ATTENTION):
+    original, passes = _opened(plain)
+    is_known = original is SDPA_ATTENTION or original in UNMASKED_ATTENTION
+    if not is_known or any(known is _passes for known in passes):
         return
 
     @functools.wraps(plain)
@@ -116,7 +140,7 @@ def _install(implementation: str, choose: Callable[..., AttentionFunction]) -> N
             function = choose(plain, module, query, key, value, attention_mask, args, kwargs)
         return function(module, query, key, value, attention_mask, *args, **kwargs)
 
-    _installed.append((attend, plain))
+    setattr(attend, _MARK, (attend, plain, _passes))
     AttentionInterface.register(implementation, attend)
 
 
@@ -124,7 +148,9 @@ def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args:
     eager = (current_pass("eager") or {}).get(type(module))
     if eager is None:
         return plain
-    if not (current_pass("has_sdpa") and all(args[-1].get(name) is None for name in _options_sdpa_lacks(eager))):
+    options = args[-1]
+    needs_eager = any(options.get(name) is not None for name in _options_sdpa_lacks(eager))
+    if needs_eager or not current_pass("has_sdpa"):
         return eager
     # Not what is registered as `sdpa`, which may be a function of the user's.
     return _kernel_without_copies(SDPA_ATTENTION, module, *args)
@@ -133,8 +159,9 @@ def _kernel_that_takes_masks(plain: AttentionFunction, module: nn.Module, *args:
 @functools.cache
 def _options_sdpa_lacks(eager: AttentionFunction) -> frozenset[str]:
     """Returns the options that an eager function honors, and `sdpa` does not."""
-    known = inspect.signature(SDPA_ATTENTION).parameters
-    return frozenset(_KNOWN_OPTIONS | set(inspect.signature(eager).parameters) - set(known) - _REPLACED_BY_MASK)
+    of_sdpa = set(inspect.signature(SDPA_ATTENTION).parameters)
+    of_eager = set(inspect.signature(eager).parameters)
+    return frozenset(_KNOWN_OPTIONS | (of_eager - of_sdpa - _REPLACED_BY_MASK))
 
 
 def _kernel_without_copies(
@@ -184,12 +211,12 @@ def _would_copy(
 ) -> bool:
     """Whether transformers' function would copy keys and values for each query head without need."""
     num_groups = getattr(module, "num_key_value_groups", 1)
-    if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or attention_reads_groups(mask, key, value):
+    if num_groups == 1 or query.shape[1] != num_groups * key.shape[1] or use_gqa_in_sdpa(mask, key, value):
         return False
-    if query.shape[2] == 1 and packs_single_queries():
+    if query.shape[2] == 1 and PACKS_SINGLE_QUERIES:
         return False
     if query.device.type == "cpu":
-        return cpu_attention_reads_groups(query, key, value)
+        return CPU_ATTENTION_READS_GROUPS and query.shape[3] == key.shape[3] == value.shape[3]
     # Folding copies the mask instead: one row for each query of each group.
     return query.shape[2] < key.shape[1] * (key.shape[3] + value.shape[3])
 

@@ -13,16 +13,13 @@ from ...internals import (
     SDPA_ATTENTION,
     SDPA_MASK,
     UNMASKED_ATTENTION,
-    attention_file,
+    UNMASKED_IMPLEMENTATIONS,
     attention_implementation,
-    attention_of_layers,
-    eager_attention,
-    is_unmasked_implementation,
     mask_function,
     modules_of,
     registered_attention,
 )
-from .attention import replaced_attention
+from .attention import attention_file, eager_attention, replaced_attention
 
 
 # Attention implementations that take any float mask.
@@ -74,7 +71,7 @@ def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows
         return AttentionKind(name, omits_masks=True)
     if original in UNMASKED_ATTENTION and make_mask in PADDING_MASKS:
         return AttentionKind(name, is_replaced=True, refusal=_fallback_obstacle(kinds, name))
-    if is_unmasked_implementation(name):
+    if name.startswith(UNMASKED_IMPLEMENTATIONS):
         return AttentionKind(name, refusal="another program has put a function of its own in its place")
     # Plain decoding lets a window end with the cache, which holds more while drafts are verified.
     refusal = None
@@ -95,13 +92,19 @@ def _functions_of_layers(modules: Sequence[nn.Module], kinds: set[type]) -> dict
     # Layers share configs, and reading one takes long.
     distinct = {(kind, id(config)): config for kind, config in configs if isinstance(config, PreTrainedConfig)}
     names = {(kind, attention_implementation(config)) for (kind, _), config in distinct.items()}
-    found = [(name, attention_of_layers(kind, name)) for kind, name in names if name]
+    found = [(name, _function_of_layers(kind, name)) for kind, name in names if name]
     return {(name, id(function)): function for name, function in found}
+
+
+def _function_of_layers(kind: type, name: str) -> Any:
+    """Returns the function that layers of a class look up by this name; `None` for `eager` if none is registered."""
+    # An entry of the object that they ask goes before a registered function.
+    return attention_file(kind).ALL_ATTENTION_FUNCTIONS.get(name)
 
 
 def _fallback_obstacle(kinds: set[type], name: str) -> str | None:
     # An entry of the object that layers ask would hide the function that is registered for these passes.
-    if any(attention_of_layers(kind, name) is not registered_attention(name) for kind in kinds):
+    if any(_function_of_layers(kind, name) is not registered_attention(name) for kind in kinds):
         return "its code has a function of its own by that name"
     if any(eager_attention(kind) is None for kind in kinds):
         return "its code has no `eager_attention_forward` to fall back to"

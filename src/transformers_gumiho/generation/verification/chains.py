@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ...commands import UserValueError
 from ..tree.draft_tree import DraftTree
 from ..tree.uploads import upload
 from ..tree.walk import Path
@@ -32,11 +31,12 @@ class ChainCache:
 
     Keys and values are cropped to the accepted tokens. Where a layer holds a state, a rejection restores what the
     cache held before the pass. The accepted tokens are then pending: the next pass runs them again before its nodes.
-    `is_cropped` says whether no layer holds one.
+    `is_cropped` says whether no layer holds one. Between passes `target_cache` lacks pending tokens, and may hold
+    rejected ones.
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
-        self._cache = cache
+        self.target_cache = cache
         self._length = length
         self._batch_size = batch_size
         self.is_cropped = all(map(is_croppable, layers_of(cache)))
@@ -62,11 +62,6 @@ class ChainCache:
         return [self._length] * self._batch_size
 
     @property
-    def argument(self) -> Any:
-        """The target's cache argument. It lacks pending tokens; rejected ones are removed before the next pass."""
-        return self._cache
-
-    @property
     def num_pending(self) -> int:
         """Accepted tokens of each row that run again."""
         self._settle()
@@ -76,8 +71,8 @@ class ChainCache:
         """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
         if not self.is_cropped and not self._snapshots:
-            self._snapshots = list(map(StateSnapshot, layers_of(self._cache)))
-        self._starts = [num_entries(layer) for layer in layers_of(self._cache)]
+            self._snapshots = list(map(StateSnapshot, layers_of(self.target_cache)))
+        self._starts = [num_entries(layer) for layer in layers_of(self.target_cache)]
         self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
         self._has_run = False
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
@@ -96,8 +91,6 @@ class ChainCache:
     def truncate(self, num_removed: Sequence[int]) -> None:
         """Removes the newest `max(num_removed)` entries, which must be of the newest pass."""
         number = max(num_removed)
-        if number > self._num_accepted:
-            raise UserValueError(f"Cannot remove {number} tokens: the newest pass left {self._num_accepted}.")
         self._num_accepted -= number
         self._length -= number
 
@@ -107,7 +100,7 @@ class ChainCache:
         self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
-        for layer in layers_of(self._cache):
+        for layer in layers_of(self.target_cache):
             if isinstance(layer, DynamicLayer) and layer.keys is not None:
                 layer.keys, layer.values = owned(layer.keys), owned(layer.values)
 
@@ -117,7 +110,7 @@ class ChainCache:
             return
         tokens, self._tokens = self._tokens, None
         if self.is_cropped:
-            for layer, start in zip(layers_of(self._cache), self._starts, strict=True):
+            for layer, start in zip(layers_of(self.target_cache), self._starts, strict=True):
                 if isinstance(layer, DynamicLayer):
                     crop_to(layer, start + self._num_accepted, keeps_past=layer not in self._recording)
         elif self._has_run and self._num_accepted == tokens.shape[1]:
@@ -133,7 +126,6 @@ class ChainSession(TargetSession):
     """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
 
     cache: ChainCache
-    pad_token_id: int = 0
     _max_drafts: int = field(default=0, init=False)
     _padded: Sequence[bool] = field(default=(), init=False)
 
@@ -189,7 +181,7 @@ class ChainSession(TargetSession):
         if self.model_kwargs.get("position_ids") is not None:
             inputs["position_ids"] = position_ids
         mask = self._attention_mask(start + num_nodes)
-        outputs, captured = self._run_target(tokens, self.cache.argument, mask, max(num_nodes, 1), **inputs)
+        outputs, captured = self._run_target(tokens, self.cache.target_cache, mask, max(num_nodes, 1), **inputs)
         hidden_states = outputs.hidden_states
         return TargetOutput(
             logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],

@@ -48,8 +48,8 @@ class CycleShapes:
         """Whether stages are compiled."""
         return self.compiler is not no_compile
 
-    def stage(self, function: Function, num_nodes: int) -> Function:
-        """Compiles a stage for passes over `num_nodes` nodes, separately for each number."""
+    def compiled(self, function: Function, num_nodes: int) -> Function:
+        """Returns a stage for passes over `num_nodes` nodes, compiled separately for each number if stages are."""
         return self.compiler(_specialized_copy(function, num_nodes)) if self.are_compiled else function
 
     def slots_for(self, num_slots: int) -> int:

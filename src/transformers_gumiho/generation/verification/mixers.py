@@ -27,7 +27,7 @@ from ..tree.recurrence import NodeTerms, convolve, run_delta_rule, run_scan, wid
 from .tree_states import NodeInputs, RootState
 
 
-# Attribute of a function that was replaced here, with the original one.
+# Attribute of a function that stands in for another one here, with what else does so.
 _REPLACED = "_replaced_for_trees"
 # Tokens of a chunk of the delta rules, whose functions have it as a default.
 _DELTA_CHUNK = 64
@@ -86,10 +86,11 @@ def _is_prepared(kind: type) -> bool:
 
 def _is_replaced(file: dict[str, Any], name: str) -> bool:
     """Replaces a function where the code of a class looks it up; not one that a user has put there."""
-    plain = file.get(name)
-    if plain is None or hasattr(plain, _REPLACED):
-        return plain is not None
-    if not _is_of_transformers(plain):
+    plain: Any = file.get(name)
+    if getattr(plain, _REPLACED, None) is _STAND_INS:
+        return True
+    # Another copy of this package may have replaced it, too.
+    if not (hasattr(plain, _REPLACED) or _is_of_transformers(plain)):
         return False
     place, stand_in = _STAND_INS[name]
 
@@ -98,7 +99,7 @@ def _is_replaced(file: dict[str, Any], name: str) -> bool:
         argument = args[0] if place is None and args else kwargs.get(place or "hidden_states")
         return (stand_in if isinstance(argument, (NodeInputs, RootState)) else plain)(*args, **kwargs)
 
-    setattr(function, _REPLACED, plain)
+    setattr(function, _REPLACED, _STAND_INS)
     file[name] = function
     return True
 

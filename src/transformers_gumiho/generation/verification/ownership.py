@@ -14,16 +14,14 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.integrations import sdpa_attention
 
 from ...internals import (
     COMPILED_FROM,
     DECODING_STEP,
-    FILES_OF_ATTENTION,
-    KNOWN_PACKAGES,
     PLAIN_STEP,
-    READ_PER_TOKEN,
     STEPS_OF_LOOP,
     generation_step,
     modules_of,
@@ -38,6 +36,16 @@ class ForeignFunction(NamedTuple):
     code: Any
 
 
+# Packages whose code in a pass counts as transformers' own: those around it, and those that it puts into its models
+# itself (layers of quantized weights, kernels of recurrent layers, towers for images).
+KNOWN_PACKAGES = frozenset(sys.stdlib_module_names) | {
+    "accelerate", "peft", "torch", "transformers", "transformers_gumiho",
+    "aqlm", "auto_round", "bitsandbytes", "causal_conv1d", "compressed_tensors", "detectron2", "eetq", "fla", "flute",
+    "fouroversix", "fp_quant", "gptqmodel", "hqq", "mamba_ssm", "mambapy", "optimum", "quark", "sinq", "spqr_quant",
+    "timm", "torchao", "vptq", "xlstm",
+}  # fmt: skip
+# Classes of transformers whose update step hands on what the next pass reads: sound, or the number of the step.
+READ_PER_TOKEN = ("Moshi", "Qwen2_5OmniTalker", "Qwen3OmniMoeTalker", "VoxtralRealtime")
 # Where decorators, bound methods and partial objects have the function that they call.
 _WRAPPED = ("__wrapped__", "__func__", "func", COMPILED_FROM)
 # What passes call of a cache and its layers.
@@ -70,7 +78,7 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
         base.__module__ for kind in kinds for base in kind.__mro__ if base.__module__.startswith(_FILES_OF_MODELS)
     }
     files = (sys.modules[name] for name in names if name in sys.modules)
-    for file in (*files, *FILES_OF_ATTENTION):
+    for file in (*files, masking_utils, sdpa_attention):
         values = tuple(vars(file).values())
         functions += [value for value in values if callable(value) and not isinstance(value, (type, nn.Module))]
     functions.append(functional.scaled_dot_product_attention)

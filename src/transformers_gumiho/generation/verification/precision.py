@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch.nn.functional import conv1d, conv2d, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
-from ...internals import TorchDispatchMode, TorchFunctionMode, is_in_place, map_tree
+from ...internals import TorchDispatchMode, is_in_place, map_tree
 
 
 NARROW = (torch.float16, torch.bfloat16)

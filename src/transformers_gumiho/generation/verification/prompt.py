@@ -8,15 +8,14 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...internals import CACHE_NAME, grows_with_text, is_callers_cache, pad_token_id, run_prompt, updated_kwargs
 from ...model.decoding_settings import DraftingSettings
-from ...model.target_shape import TargetLayers
 from ..tree.uploads import upload
 from .chains import ChainCache, ChainSession
 from .cycle_shapes import CycleShapes, cycle_shapes
 from .session import ARGUMENTS_OF_PASSES, TargetOutput, TargetPrompt, TargetSession, text_positions
+from .takeover import take_over
 from .target_memory import StaticMemory
-from .target_states import CapturedPass, FeatureReader, ReadTarget, TargetStates, begin_capture, end_capture
-from .traits import TargetTraits, Unsupported
-from .tree_cache import TreeCache
+from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
+from .traits import TargetTraits, Unsupported, filled_layers
 
 
 # Slots to allocate for new tokens; the cache of longer generations grows later.
@@ -78,100 +77,98 @@ def arguments_per_token(
     return {name for name in passed if candidates[name].shape[1] > 1 or grows_with_text(model, name)}
 
 
-def read_prompt(
-    model: PreTrainedModel,
+def open_session(
+    reader: FeatureReader,
     traits: TargetTraits,
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     settings: DraftingSettings,
-    *,
     max_new_tokens: int,
-    layers: TargetLayers | None = None,
-    read_target: ReadTarget | None = None,
-    holds_layers: bool = True,
+    reads_passes: bool = False,
 ) -> TargetSession:
     """
     Runs the prefill as plain `generate()` does, with all tokens in all layers. `input_ids` `(B, T)`, the config and
     `model_kwargs` are as prepared by `generate()`.
 
     Args:
+        reader: Reads the target's states.
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
-        layers: The layers that the drafter reads.
-        read_target: What a drafter makes of their states that needs no tokens for it.
-        holds_layers: Whether somebody else reads them, so that they are held until the prompt has run. Else each pass
-            of a long prompt is read at its end.
+        reads_passes: Whether the drafter reads the states of each pass of a long prompt at its end, as nobody else
+            needs those of all layers.
 
     Returns:
         The session that continues from here.
     """
+    model, name, num_nodes = reader.target, traits.cache_argument, settings.num_assistant_tokens + 1
     # 1. The prefill gets an ordinary cache.
-    name, num_nodes = traits.cache_argument, settings.num_assistant_tokens + 1
     shapes, keeps_cache = _prepare_cache(model, traits, generation_config, model_kwargs, num_nodes)
     cache = model_kwargs[name]
     # 2. What the pass may replace in the arguments is read before it.
-    reader = FeatureReader(model, layers, read_target)
     mask, position_ids = model_kwargs.get("attention_mask"), prompt_positions(input_ids, model_kwargs)
     of_tokens = arguments_per_token(model, traits, input_ids, model_kwargs)
-    read_pass = None if read_target is None or holds_layers else reader.read_pass
+    read_pass = reader.read_pass if reads_passes else None
     outputs, states = _run_prompt(reader, input_ids, generation_config, model_kwargs, read_pass)
+    # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
+    position_ids = position_ids.to(states.last.device)
     # 3. The cache that was written. A prefill in chunks puts the cache of the first chunk into the arguments.
     if _is_replaced(model, input_ids, model_kwargs | {name: cache}, outputs.get(name), name):
         cache = outputs[name]
-    # Not the device of the parameters: a target may be split over devices, and an offloaded one is on "meta".
-    device = states.last.device
-    batch_size, num_read = states.last.shape[:2]
-    position_ids = position_ids.to(device)
+    num_rows, num_read = states.last.shape[:2]
     length = _num_entries(traits, cache, mask, num_read)
     # A cache of fixed shapes never grows. Paths longer than a tree's usual ones use the slots of later tokens.
     reserved = max_new_tokens if shapes.are_fixed else min(max_new_tokens, MAX_RESERVED_TOKENS)
+    num_slots = shapes.slots_for(length + reserved + num_nodes)
     prompt = TargetPrompt(
         length=length,
-        mask=None if mask is None or bool(mask.all()) else mask.to(device).bool(),
-        next_position=position_ids[..., -1:].expand(*position_ids.shape[:-2], batch_size, 1) + 1,
+        mask=None if mask is None or bool(mask.all()) else mask.to(states.last.device).bool(),
+        next_position=position_ids[..., -1:].expand(*position_ids.shape[:-2], num_rows, 1) + 1,
         cache=cache,
         keeps_cache=keeps_cache,
-        num_reserved=shapes.slots_for(length + reserved + num_nodes) - length,
+        num_reserved=num_slots - length,
     )
     # 4. What plain decoding passes on to its second pass: what grows with the text, and images that were read.
     later_kwargs = updated_kwargs(model, outputs, model_kwargs)
     of_tokens &= later_kwargs.keys()
-    for argument in of_tokens:
-        later_kwargs[argument] = later_kwargs[argument][:, -1:]
-    # 5. The session verifies drafts, with a cache that takes over the entries of the prompt: trees, or chains.
-    capacity = length + prompt.num_reserved
-    memory = StaticMemory.take(model, batch_size, capacity) if shapes.are_compiled else None
+    later_kwargs |= {argument: later_kwargs[argument][:, -1:] for argument in of_tokens}
+    # 5. The session, with a cache that takes over the entries of the prompt.
+    memory = StaticMemory.take(model, num_rows, num_slots) if shapes.are_compiled else None
     # Attention scores have the dtype of the keys, which the last states may not have.
-    keys = (layer.keys for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None)
-    dtype = next((tensor.dtype for tensor in keys), states.last.dtype)
-    common: dict[str, Any] = {
-        "model": model,
-        "traits": traits,
-        "model_kwargs": later_kwargs,
-        "kwargs_per_token": of_tokens,
-        "reader": reader,
-        "prompt": prompt,
-        "max_new_tokens": max_new_tokens,
-        "max_path": settings.longest_path + 1,
-        "dtype": dtype,
-        "shapes": shapes,
-        "memory": memory,
-    }
-    session: TargetSession
-    if traits.is_chain:
-        chain_cache = ChainCache(cache, length, batch_size)
-        session = ChainSession(**common, cache=chain_cache, pad_token_id=pad_token_id(generation_config) or 0)
-    else:
-        can_rewind = keeps_cache and batch_size > 1
-        in_windows = None if shapes.are_fixed else num_nodes
-        tree_cache = TreeCache.from_dynamic(cache, capacity, prompt.mask, memory, length, can_rewind, in_windows)
-        if shapes.are_fixed:
-            tree_cache.fix_shapes(device)
-        session = TargetSession(**common, cache=tree_cache)
-    position_ids = text_positions(position_ids)[:, -num_read:].expand(batch_size, -1)
+    dtype = next((layer.keys.dtype for layer in filled_layers(cache)), states.last.dtype)
+    session = (ChainSession if traits.is_chain else TargetSession)(
+        model=model,
+        traits=traits,
+        model_kwargs=later_kwargs,
+        kwargs_per_token=of_tokens,
+        reader=reader,
+        cache=_take_cache(traits, prompt, shapes, num_nodes, memory),
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        max_path=settings.longest_path + 1,
+        dtype=dtype,
+        shapes=shapes,
+        memory=memory,
+        pad_token_id=pad_token_id(generation_config) or 0,
+    )
+    position_ids = text_positions(position_ids)[:, -num_read:].expand(num_rows, -1)
     session.prefill = TargetOutput(outputs.logits[:, -1:], states, position_ids, outputs.hidden_states)
     return session
+
+
+def _take_cache(
+    traits: TargetTraits, prompt: TargetPrompt, shapes: CycleShapes, num_nodes: int, memory: StaticMemory | None
+) -> Any:
+    """Returns the cache of passes over trees of `num_nodes`, or over chains, with the entries of the prompt."""
+    length, num_rows = prompt.length, prompt.next_position.shape[-2]
+    if traits.is_chain:
+        return ChainCache(prompt.cache, length, num_rows)
+    can_rewind = prompt.keeps_cache and num_rows > 1
+    in_windows = None if shapes.are_fixed else num_nodes
+    cache = take_over(prompt.cache, length + prompt.num_reserved, prompt.mask, memory, length, can_rewind, in_windows)
+    if shapes.are_fixed:
+        cache.fix_shapes(prompt.next_position.device)
+    return cache
 
 
 def _prepare_cache(

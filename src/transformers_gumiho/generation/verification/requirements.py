@@ -1,6 +1,5 @@
 """Checks of a call before any model runs. Each error names the cause and a fix."""
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,12 +13,11 @@ from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
-from .placement import drafter_device, input_device
 from .prompt import arguments_per_token, prompt_positions
 from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back
 from .target_memory import memory_of
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported, is_convertible
+from .traits import TargetTraits, Unsupported, drafter_device, is_convertible
 from .trial import check_multi_token_decode
 
 
@@ -33,19 +31,8 @@ _CONFLICTING_SETTINGS = (
 _DRAFTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # Output heads that differ by less than this share of their size are taken for the same.
 _HEAD_TOLERANCE = 0.1
-# The ways out.
 _WITHOUT_DRAFTER = "generate without `assistant_model`."
-_LOWER_MAX_NEW_TOKENS = f"Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
 _LOAD_WITH_SDPA = "Load it with `attn_implementation='sdpa'`, or call `set_attn_implementation('sdpa')`."
-
-
-def unsupported_reason(check: Callable[..., Any], *args: Any) -> str | None:
-    """Returns why one of these checks refuses a call; `None` where the call can be drafted."""
-    try:
-        check(*args)
-    except Unsupported as reason:
-        return str(reason)
-    return None
 
 
 def check_request(
@@ -124,6 +111,25 @@ def _check_tokenizers(
 
 def check_target(target: PreTrainedModel) -> TargetTraits:
     """Returns the traits of a target. Raises [`Unsupported`] where it can verify neither draft trees nor chains."""
+    _check_class(target)
+    _check_adapters(target)
+    traits = TargetTraits.of(target)
+    attention = traits.attention
+    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
+    if attention.refusal and (attention.registered or not traits.is_chain):
+        raise Unsupported(
+            f"{traits.name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
+            f"{_LOAD_WITH_SDPA}"
+        )
+    if not traits.takes_cache:
+        raise Unsupported(_why_no_cache(target, traits))
+    if target.get_output_embeddings() is None:
+        raise Unsupported(f"A Gumiho assistant predicts by the target's output head, and {traits.name} has none.")
+    return traits
+
+
+def _check_class(target: PreTrainedModel) -> None:
+    """Refuses what is no decoder of transformers, or does not decode as transformers' own do."""
     name = type(target).__name__
     if not isinstance(target, PreTrainedModel):
         raise Unsupported(
@@ -145,6 +151,10 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
             f"its states for a Gumiho assistant. Load the target anew and pass `cache_implementation='static'`, which "
             f"compiles each stage of a drafted call, or {_WITHOUT_DRAFTER}"
         )
+
+
+def _check_adapters(target: PreTrainedModel) -> None:
+    """Refuses adapters that act on the place of a token, instead of the weights."""
     # For the time of a call, PEFT replaces this method of the target by that of the model around it.
     around = getattr(target.prepare_inputs_for_generation, "__self__", None)
     adapter = getattr(around, "active_peft_config", None)
@@ -156,37 +166,29 @@ def check_target(target: PreTrainedModel) -> TargetTraits:
         )
     if _has_active_alora(target):
         raise Unsupported(
-            f"An adapter of {name} is an activated LoRA (`alora_invocation_tokens`), which acts on the newest tokens "
-            f"of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or {_WITHOUT_DRAFTER}"
+            f"An adapter of {type(target).__name__} is an activated LoRA (`alora_invocation_tokens`), which acts on "
+            f"the newest tokens of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or "
+            f"{_WITHOUT_DRAFTER}"
         )
-    traits = TargetTraits.of(target)
-    attention = traits.attention
-    # Chains need no masks for trees, but a function of the user's may cut windows in another way.
-    if attention.refusal and (attention.registered or not traits.is_chain):
-        raise Unsupported(
-            f"{name} cannot verify drafts with the attention {attention.name!r}: {attention.refusal}. "
-            f"{_LOAD_WITH_SDPA}"
+
+
+def _why_no_cache(target: PreTrainedModel, traits: TargetTraits) -> str:
+    # BLIP-2 and others hand their calls on.
+    inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
+    if part := next(inner, None):
+        return (
+            f"{traits.name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
+            f"pass it to `generate()` as `assistant_model`."
         )
-    if not traits.takes_cache:
-        # BLIP-2 and others hand their calls on.
-        inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
-        if part := next(inner, None):
-            raise Unsupported(
-                f"{name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
-                f"pass it to `generate()` as `assistant_model`."
-            )
-        if not keeps_dynamic_cache(target):
-            raise Unsupported(
-                f"{name} keeps a cache or states of its own kind, and drafts are verified against a `DynamicCache`. "
-                f"Use another target, or {_WITHOUT_DRAFTER}"
-            )
-        raise Unsupported(
-            f"{name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding needs. "
-            f"Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+    if not keeps_dynamic_cache(target):
+        return (
+            f"{traits.name} keeps a cache or states of its own kind, and drafts are verified against a "
+            f"`DynamicCache`. Use another target, or {_WITHOUT_DRAFTER}"
         )
-    if target.get_output_embeddings() is None:
-        raise Unsupported(f"A Gumiho assistant predicts tokens with the target's output head, and {name} has none.")
-    return traits
+    return (
+        f"{traits.name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding "
+        f"needs. Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+    )
 
 
 def _has_active_alora(target: PreTrainedModel) -> bool:
@@ -287,16 +289,10 @@ def check_inputs(
     max_new_tokens: int,
 ) -> None:
     """
-    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call. The target does not run, except
-    for a trial of a few tokens in the first call of a chain's class and config.
-
-    Args:
-        target: A decoder-only model.
-        traits: Its traits.
-        input_ids (`(B, T)`): The prompt.
-        generation_config: As prepared by `generate()`.
-        model_kwargs: As prepared by `generate()`, the cache among them.
-        max_new_tokens: Most tokens that may follow.
+    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call: the prompt `input_ids` `(B, T)`,
+    the config and `model_kwargs` as `generate()` has prepared them, the cache among them, and at most `max_new_tokens`
+    after it. The target does not run, except for a trial of a few tokens in the first call of a chain's class and
+    config.
     """
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
@@ -313,15 +309,12 @@ def check_inputs(
 
 def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
     """Refuses a padded batch of a target that reads padding differently in a pass over several tokens."""
-    reason = None
     # GIT widens a padding mask by the tokens of an image, also in a text that has none.
-    if traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
-        reason = "of texts without images"
+    is_git = traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None
     # MiniMax M3 chooses blocks of slots by the positions of tokens, which are not the slots of a padded row: it may
     # choose padding alone.
-    elif BLOCK_INDEX_KIND in traits.windows:
-        reason = "because it chooses blocks of its cache as if no row had padding"
-    if reason is not None:
+    if is_git or BLOCK_INDEX_KIND in traits.windows:
+        reason = "of texts without images" if is_git else "because it chooses blocks as if no row had padding"
         raise Unsupported(
             f"{traits.name} cannot verify drafts in a padded batch {reason}. Generate row by row, or "
             f"{_WITHOUT_DRAFTER}"
@@ -332,9 +325,8 @@ def _check_positions(name: str, config: PreTrainedConfig, position_ids: torch.Te
     """Refuses a call where the longest position of a pass, which is a tree's, changes what a token sees."""
     start = int(position_ids.max()) + 1
     stop = start + max_new_tokens
-    reach = f"and this generation may go from {start} to {stop}. {_LOWER_MAX_NEW_TOKENS}"
-    # Doge attends to the tokens of the best scores. Equal tokens have equal scores in its first layer, so the choice
-    # among them is chance.
+    reach = f"and this generation may go from {start} to {stop}. Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
+    # Doge keeps the tokens of the best scores. Equal tokens score alike in its first layer: which it keeps is chance.
     kept = getattr(config, "keep_window_size", None)
     if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
         raise Unsupported(
@@ -360,32 +352,17 @@ def _check_text_is_kept(
     target: PreTrainedModel, traits: TargetTraits, cache: Any, length: int, max_new_tokens: int
 ) -> None:
     """Refuses a call where plain decoding continues without the text before, which has `length` tokens so far."""
-    # Phi's models drop a cache of at most this many tokens once the text is longer. Phi-3 then reads the text again;
-    # Phi-4-multimodal reads the newest token alone.
-    limit = getattr(target.config, "original_max_position_embeddings", None)
-    if limit is None:
+    if target.config.model_type != "phi4_multimodal":
         return
+    limit = target.config.original_max_position_embeddings
     num_held = 0 if cache is None else cache.get_seq_length()
-    is_crossed = length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length
-    if is_crossed and _reads_newest_alone(target, traits.cache_argument, limit):
+    if length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length:
         raise Unsupported(
             f"{traits.name} drops its cache where a text grows beyond {limit} tokens "
             f"(`original_max_position_embeddings`), and reads the newest token alone. This generation may go from "
             f"{length} to {length + max_new_tokens}. Lower `max_new_tokens`, pass no cache of an earlier turn, or "
             f"{_WITHOUT_DRAFTER}"
         )
-
-
-def _reads_newest_alone(target: PreTrainedModel, cache_argument: str, limit: int) -> bool:
-    """Returns whether the target gets neither a cache nor the text before, one token beyond the limit."""
-    device = input_device(target)
-    cache, entry = DynamicCache(), torch.zeros(1, 1, 1, 1, device=device)
-    cache.update(entry, entry, 0)
-    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=device)
-    inputs = target.prepare_inputs_for_generation(
-        ids, next_sequence_length=1, attention_mask=torch.ones_like(ids), use_cache=True, **{cache_argument: cache}
-    )
-    return inputs.get(cache_argument) is not cache and inputs["input_ids"].shape[1] == 1
 
 
 def _check_cache(traits: TargetTraits, cache: Any) -> None:
@@ -400,8 +377,12 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     # States are kept at one size, so `crop` would find no more of their past.
     records = any(isinstance(layer, STATE_LAYERS) and getattr(layer, "record_past", False) for layer in layers)
     if is_own or records or not is_usable:
-        what = " and offloading" * is_offloaded + " and an `update` of its own" * is_own
-        what += " that record their past (`activate_past_recording`)" * records
+        faults = {
+            " and offloading": is_offloaded,
+            " and an `update` of its own": is_own,
+            " that record their past (`activate_past_recording`)": records,
+        }
+        what = "".join(fault for fault, is_there in faults.items() if is_there)
         raise Unsupported(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
             f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "

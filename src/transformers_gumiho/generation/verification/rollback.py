@@ -1,6 +1,5 @@
 """What layers of a target's own cache hold, and how what rejected drafts left in them is removed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,36 +37,33 @@ _INDICES = {"idx_keys": 2, "indexer_keys": 1, "indexer_position_ids": -1}
 
 
 class StateSnapshot:
-    """The state of a layer of a cache, in attributes `held` by name."""
+    """What a layer of a cache holds before a pass, as far as cropping does not bring it back."""
 
-    def __init__(self, owner: Any):
-        self.owner = owner
-        self._num_entries = num_entries(owner)
-        is_sliding = isinstance(owner, DynamicSlidingWindowLayer)
-        self._is_cropped = is_croppable(owner) and not is_sliding
-        self._grows = isinstance(owner, DynamicLayer) and not is_sliding
-        every, entries = set(vars(owner)), {"keys", "values"}
-        # What only grows is cropped.
-        cropped = every if self._is_cropped else entries if self._grows else set()
-        # The entries of a window, and compressed ones, are replaced, never written in place: a reference holds them.
-        self._referenced = every if is_compressed(owner) else entries if isinstance(owner, DynamicLayer) else set()
-        self.held = {name: self._hold(name, vars(owner)[name]) for name in every - cropped}
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self._num_entries = num_entries(layer)
+        names, entries = set(vars(layer)), {"keys", "values"}
+        grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+        # 1. What only grows is cropped: all that the layer holds, or its keys and values beside a state.
+        self._cropped = (names if is_croppable(layer) else entries) if grows else set()
+        # 2. A reference holds what is replaced, and never written in place: the entries of a window, compressed ones.
+        self._referenced = names if is_compressed(layer) else entries
+        # 3. States are copied.
+        self._held = {name: self._hold(name, vars(layer)[name]) for name in names - self._cropped}
 
     def _hold(self, name: str, value: Any) -> Any:
-        if name not in self._referenced:
-            return _copied(value)
-        return dict(value) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {key: self._hold(name, item) for key, item in value.items()}
+        return value.clone() if isinstance(value, torch.Tensor) and name not in self._referenced else value
 
     def restore(self) -> None:
-        """Restores the state. It can be called again after later passes."""
-        now = vars(self.owner)
-        for name, value in self.held.items():
-            now[name] = self._hold(name, value) if name in self._referenced else _copied(value, now[name])
-        if self._is_cropped:
-            crop_to(self.owner, self._num_entries)
-        elif self._grows and self.owner.keys is not None:
-            self.owner.keys = self.owner.keys[..., : self._num_entries, :]
-            self.owner.values = self.owner.values[..., : self._num_entries, :]
+        """Restores the layer. It can be called again after later passes."""
+        vars(self.layer).update({name: self._hold(name, value) for name, value in self._held.items()})
+        if is_croppable(self.layer) and self._cropped:
+            crop_to(self.layer, self._num_entries)
+        elif self._cropped and self.layer.keys is not None:
+            self.layer.keys = self.layer.keys[..., : self._num_entries, :]
+            self.layer.values = self.layer.values[..., : self._num_entries, :]
 
 
 def can_roll_back(layer: Any) -> bool:
@@ -119,35 +115,7 @@ def owned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def held_tensors(cache: Any) -> list[torch.Tensor]:
-    """Returns all tensors that a target's cache holds, in its layers and beside them."""
-    return [tensor for owner in (cache, *layers_of(cache)) for tensor in tensors_in(getattr(owner, "__dict__", owner))]
-
-
 def layers_of(cache: Any) -> list[Any]:
     """Returns the layers of a cache."""
     layers: list[Any] = getattr(cache, "layers", [])  # code of others may return anything
     return layers
-
-
-def _copied(value: Any, into: Any = None) -> Any:
-    """Returns a copy of a tensor or of nested ones, in the memory of `into`, which compiled functions may know."""
-    if isinstance(value, torch.Tensor):
-        known = [getattr(into, name, None) for name in ("shape", "dtype", "device")]
-        return into.copy_(value) if known == [value.shape, value.dtype, value.device] else value.clone()
-    if isinstance(value, dict):
-        items = into if isinstance(into, dict) else {}
-        return type(value)((name, _copied(item, items.get(name))) for name, item in value.items())
-    if type(value) in (list, tuple):
-        is_alike = type(into) is type(value) and len(into) == len(value)
-        return type(value)(map(_copied, value, into if is_alike else [None] * len(value)))
-    return value

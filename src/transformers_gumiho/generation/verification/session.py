@@ -140,7 +140,7 @@ class TargetPrompt:
 @dataclass(eq=False)
 class TargetSession:
     """
-    A target after the prefill, as a context manager; [`read_prompt`] makes it. At its end, also after an error, its
+    A target after the prefill, as a context manager; [`open_session`] makes it. At its end, also after an error, its
     hooks are removed, and the caller's cache holds what was committed.
 
     Attributes:
@@ -153,6 +153,7 @@ class TargetSession:
         dtype: Dtype of the attention scores. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
+        pad_token_id: What plain decoding runs in rows that have ended.
         prefill: The output for the prompt, until [`committed_prompt`] has taken its states.
     """
 
@@ -168,6 +169,7 @@ class TargetSession:
     dtype: torch.dtype
     shapes: CycleShapes
     memory: StaticMemory | None
+    pad_token_id: int
     prefill: TargetOutput = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,11 +196,6 @@ class TargetSession:
         if self.memory is not None:
             self.memory.give_back(self.model)
 
-    @property
-    def longest_run(self) -> int | None:
-        """Most drafts of a path that is verified alone; `None` for any number."""
-        return None if self.cache.states is None else NODES_PER_PASS - 1
-
     def tokens_computed(self, num_drafts: int) -> float:
         """Returns for how many tokens a pass over `num_drafts` takes time, on average."""
         return num_drafts
@@ -214,7 +211,7 @@ class TargetSession:
         tree, attention = tree.to(self.device), self.traits.attention
         num_nodes = tree.tokens.shape[1]
         # Attention is faster without a mask, where the implementation is known to do without one.
-        make_masks = self.shapes.stage(_tree_masks, num_nodes)
+        make_masks = self.shapes.compiled(_tree_masks, num_nodes)
         masks = make_masks(tree, self.cache, self.dtype, self.traits.windows, attention.omits_masks)
         self.cache.begin_pass(tree)
         mask: Any = next(iter(masks.values()), None)
@@ -331,7 +328,7 @@ class TargetSession:
         if "logits_to_keep" in model_inputs:  # some models put in their own
             model_inputs["logits_to_keep"] = num_logits
         with gqa_without_copies():
-            return self.shapes.stage(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
+            return self.shapes.compiled(_run_model, num_tokens)(self.model, model_inputs | self.traits.unused_outputs)
 
     def _positions(self, offsets: torch.Tensor) -> torch.Tensor:
         """Returns the positions of tokens `offsets` `(B, n)` after the prompt."""
@@ -380,12 +377,11 @@ def _tree_masks(
     tree: DraftTree, cache: TreeCache, dtype: torch.dtype, windows: dict[str, int | None], omits_masks: bool
 ) -> dict[str, torch.Tensor | None]:
     """Returns the mask of a tree for each kind of attention, `None` where it may be omitted and would hide nothing."""
-    return {
-        kind: None
-        if omits_masks and cache.needs_no_mask(tree.tokens.shape[1], window)
-        else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
-        for kind, window in windows.items()
-    }
+    masks: dict[str, torch.Tensor | None] = {}
+    for kind, window in windows.items():
+        is_omitted = omits_masks and cache.needs_no_mask(tree.tokens.shape[1], window)
+        masks[kind] = None if is_omitted else cache.attention_mask(tree.ancestors, tree.depths, dtype, window)
+    return masks
 
 
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class TargetMemory:
         reasons: Why calls decoded plainly, as far as it was logged, without numbers.
         observers: Functions that make the observer of a drafted call.
         was_recorded: Whether a served folder has begun to record, or has tried to.
-        verdicts: Of trials, by what was tried. The oldest go first.
+        verdicts: Of trials, by what was tried: why drafts cannot be verified. The oldest go first.
         derived: Tensors that were computed from weights, by the module that other weights belong to, and by name.
         first_cycles: What the first drafted cycles with a drafter committed.
         static: The tensors of compiled generations that ended, by rows and capacity.
@@ -58,7 +58,7 @@ class TargetMemory:
     reasons: set[str] = field(default_factory=set)
     observers: list[Callable[..., Any]] = field(default_factory=list)
     was_recorded: bool = False
-    verdicts: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    verdicts: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
     derived: WeakKeyDictionary[nn.Module, dict[str, _Derived]] = field(default_factory=WeakKeyDictionary)
     first_cycles: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary)
     static: dict[tuple[int, int], "StaticMemory"] = field(default_factory=dict)

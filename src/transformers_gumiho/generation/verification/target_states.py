@@ -72,7 +72,8 @@ def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) 
     """
     # After the decoder of BERT, RoBERTa and ELECTRA comes a dense layer with a norm, which may change the width.
     projection = target.get_output_embeddings()
-    parent = next((module for module in target.modules() if any(m is projection for m in module.children())), target)
+    parents = (module for module in target.modules() if any(child is projection for child in module.children()))
+    parent = next(parents, target)
     if not isinstance(parent, PreTrainedModel):
         # The `forward` of its class: one that was put on the object would run all of the head.
         states = type(parent).forward(without_layer(parent, projection), last_hidden_states)
@@ -155,7 +156,7 @@ class FeatureReader:
             try:
                 yield
             finally:
-                _passes.states, _passes.layers = None, ()  # of a pass that failed
+                _capture.states, _capture.layers = None, ()  # of a pass that failed
 
     def collect(self, captured: Sequence[CapturedPass]) -> TargetStates:
         """
@@ -201,7 +202,7 @@ def _joined(states: list[torch.Tensor]) -> torch.Tensor:
 
 
 # Each thread's own: generations in several threads run the same decoder, with the hooks of all of them.
-_passes = threading.local()
+_capture = threading.local()
 
 
 def begin_capture(read_pass: Callable[[CapturedPass], CapturedPass] | None = None) -> None:
@@ -209,23 +210,23 @@ def begin_capture(read_pass: Callable[[CapturedPass], CapturedPass] | None = Non
     Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks. What `read_pass`
     makes of a pass is kept instead.
     """
-    _passes.states, _passes.layers, _passes.read = (), (), read_pass
+    _capture.states, _capture.layers, _capture.read = (), (), read_pass
 
 
 def end_capture() -> tuple[CapturedPass, ...]:
     """Stops recording; returns the states of each pass."""
-    states: tuple[CapturedPass, ...] = _passes.states
-    _passes.states = None
+    states: tuple[CapturedPass, ...] = _capture.states
+    _capture.states = None
     return states
 
 
 def keep_states(module: nn.Module, args: Any, output: Any) -> None:
     """A forward hook for a decoder. It records a pass once, however many generations have registered it."""
-    states = getattr(_passes, "states", None)
+    states = getattr(_capture, "states", None)
     if states is not None and not any(known is output[0] for known, _ in states):
-        captured = output[0], _passes.layers
-        _passes.layers = ()
-        _passes.states = (*states, captured if _passes.read is None else _passes.read(captured))
+        captured = output[0], _capture.layers
+        _capture.layers = ()
+        _capture.states = (*states, captured if _capture.read is None else _capture.read(captured))
 
 
 @functools.cache
@@ -233,9 +234,9 @@ def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
     """Returns the forward hook for the layer of this number: one object, as compiled functions guard on it."""
 
     def keep_layer(module: nn.Module, args: Any, output: Any) -> None:
-        if getattr(_passes, "states", None) is not None and all(known != number for known, _ in _passes.layers):
+        if getattr(_capture, "states", None) is not None and all(known != number for known, _ in _capture.layers):
             states = output[0] if isinstance(output, tuple) else output
-            _passes.layers = (*_passes.layers, (number, states))
+            _capture.layers = (*_capture.layers, (number, states))
 
     return keep_layer
 

@@ -13,6 +13,7 @@ from ...commands import UserValueError
 from ...internals import (
     CACHE_NAME,
     COUNT_OF_SLOTS,
+    execution_device,
     is_stateful,
     keeps_dynamic_cache,
     modules_of,
@@ -116,8 +117,7 @@ class TargetTraits:
     def check_is_whole(self, cache: Any) -> None:
         """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
         if not _has_all_entries(cache):
-            keys = (getattr(layer, "keys", None) for layer in cache.layers)
-            held = [own.shape[2] for own in keys if own is not None]
+            held = [layer.keys.shape[2] for layer in filled_layers(cache)]
             raise Unsupported(
                 f"The layers of {self.name} hold {held} tokens of a text of {cache.get_seq_length()} in their cache, "
                 f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
@@ -147,6 +147,23 @@ def cache_argument(target: PreTrainedModel) -> str:
     return next((name for name in (CACHE_NAME, "cache_params", "state") if name in names), CACHE_NAME)
 
 
+def input_device(target: PreTrainedModel) -> torch.device:
+    """Returns the device for a target's inputs; if its first parameters are offloaded, the one that computes."""
+    return target.device if target.device.type != "meta" else execution_device(target) or torch.device("cpu")
+
+
+def drafter_device(target: PreTrainedModel) -> torch.device:
+    """Returns the device for a drafter: that of the target's output head, which runs in each of its passes."""
+    head = target.get_output_embeddings()
+    weight = None if head is None else next(head.parameters(), None)
+    return input_device(target) if weight is None or weight.is_meta else weight.device
+
+
+def filled_layers(cache: Any) -> list[Any]:
+    """Returns the layers of a cache that hold keys and values."""
+    return [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
+
+
 def is_convertible(cache: Any) -> bool:
     """Whether a tree's cache can take over the entries of `cache`."""
     return (
@@ -158,7 +175,7 @@ def is_convertible(cache: Any) -> bool:
 
 def _has_all_entries(cache: DynamicCache) -> bool:
     """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
-    filled = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    filled = filled_layers(cache)
     length = cache.get_seq_length() if filled else 0  # states alone count no tokens
     return all(
         min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length

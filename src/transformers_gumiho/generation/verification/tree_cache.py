@@ -3,23 +3,18 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...internals import mark_static_address
 from ..tree.draft_tree import DraftTree, tree_attention_mask
 from ..tree.uploads import upload
-from .rollback import STATE_LAYERS, owned
+from .rollback import owned
 from .target_memory import StaticMemory
 from .tree_states import CONVOLUTIONS, RECURRENCES, TreeStates
 
@@ -31,22 +26,28 @@ MOVED_SHARE = 1 / 16
 MOVED_BYTES = 2**26
 
 
-class TreeCacheLayer(DynamicLayer):
+@dataclass(eq=False)
+class Span:
     """
-    Keys and values `(B, heads, slots, head_dim)` of one layer. Slots before `first_slot` are empty. Layers with a
-    `window` hold the slots of a [`_Span`] alone.
+    The slots that layers with the same `window` hold, or all layers without one: `size` of them, from `first` on.
+
+    `groups` are their buffers `(n, B, heads, size, head_dim)`, each with its `n` layers and names ("keys" or
+    "values"). Layers of one shape share a buffer, so that one step rearranges them all.
     """
 
-    first_slot = 0
-    window: int | None = None
-
-
-@dataclass
-class _Span:
-    """The slots that layers with a window hold: `size` of them from `first` on."""
-
-    first: int
+    window: int | None
     size: int
+    first: int = 0
+    groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = field(default_factory=list)
+
+
+class TreeCacheLayer(DynamicLayer):
+    """Keys and values `(B, heads, slots, head_dim)` of one layer. Slots before `first_slot` are empty."""
+
+    def __init__(self, span: Span):
+        super().__init__()
+        self.span = span
+        self.first_slot = 0
 
 
 class TreeCache(Cache):
@@ -60,7 +61,7 @@ class TreeCache(Cache):
 
     Args:
         batch_size (`int`): Number of rows, `B`.
-        capacity (`int`): Slots to allocate per row.
+        capacity (`int`): Slots to allocate per row, where a layer has no window.
         memory (`StaticMemory`, *optional*): Allocates the buffers, where a captured graph reads them.
 
     Attributes:
@@ -69,108 +70,29 @@ class TreeCache(Cache):
         context_mask (`(B, T)`, bool, *optional*): False at committed slots that no pass sees (padding). All slots
             after them are seen.
         states: The states of layers that have any, which the caller's cache holds meanwhile.
+        prompt_length: Entries of the prompt, to which states can go back.
+        spans: The slots that layers hold, by their window.
     """
 
     def __init__(self, batch_size: int, capacity: int, memory: StaticMemory | None = None):
         super().__init__(layers=[])
-        self.capacity = capacity
+        self.spans: dict[int | None, Span] = {None: Span(None, capacity)}
         self.memory = memory
         self.lengths = [0] * batch_size
         self._longest, self._is_uniform = 0, True  # of the lengths: the largest, and whether they are all alike
         self.num_pending = 0
         self.context_mask: torch.Tensor | None = None
         self.states: TreeStates | None = None
-        self._prompt_lengths = self.lengths
+        self.prompt_length = 0
         self._device_lengths: torch.Tensor | None = None  # `lengths` as `(B, 1)`, with fixed shapes
-        self._spans: dict[int | None, _Span] = {}  # by window
         self._is_running = [True] * batch_size  # rows whose newest path was not empty
-        # Buffers `(n, B, heads, slots, head_dim)`, each with its `n` layers and names ("keys" or "values").
-        # Layers of one shape share a buffer, so that one step rearranges them all.
-        self._groups: list[tuple[torch.Tensor, list[tuple[Any, str]]]] = []
         # Indices that each layer asks for, until the number of slots changes.
         self._known: dict[Any, torch.Tensor] = {}
 
-    @classmethod
-    def from_dynamic(
-        cls,
-        cache: DynamicCache,
-        capacity: int,
-        context_mask: torch.Tensor | None = None,
-        memory: StaticMemory | None = None,
-        length: int | None = None,
-        can_rewind: bool = False,
-        num_nodes: int | None = None,
-    ) -> "TreeCache":
-        """
-        Moves the entries of a cache that [`is_convertible`] accepts here, a few layers at a time; [`restore`] moves
-        them back, also if an error ends the move. A sliding layer has dropped the entries before its window: their
-        slots stay empty.
-
-        Args:
-            cache: The cache, after a prefill.
-            capacity, memory: As for the class.
-            context_mask: As for [`hide`].
-            length: Entries of the prompt; by default the cache counts them, which one of states alone cannot.
-            can_rewind: Whether [`truncate`] may be called with states, which takes a copy of them.
-            num_nodes: Nodes of a pass. With it, sliding layers hold no more than their window and a pass. Shapes are
-                then not fixed.
-        """
-        length = cache.get_seq_length() if length is None else length
-        # Layers that read the keys and values of another one have none of their own, nor have those of states alone.
-        pairs = [(TreeCacheLayer(), old) for old in cache.layers]
-        filled = [(new, old) for new, old in pairs if getattr(old, "keys", None) is not None]
-        has_states = any(isinstance(layer, STATE_LAYERS) for layer in cache.layers)
-        states = TreeStates(cache.layers, memory, can_rewind) if has_states else None
-        num_rows = filled[0][1].keys.shape[0] if states is None else states.num_rows
-        tree_cache = cls(num_rows, max(capacity, length), memory)
-        tree_cache.states = states
-        tree_cache.layers = [new for new, _ in pairs]
-        # States go back to the prompt, whose window is then needed.
-        if num_nodes is not None and states is None:
-            tree_cache._hold_windows(filled, length, num_nodes)
-        # Outgrown buffers are copied with their free slots.
-        num_bytes = sum(
-            (old.keys.nbytes + old.values.nbytes) * tree_cache._num_slots(new.window) // max(old.keys.shape[2], 1)
-            for new, old in filled
-        )
-        at_once = max(int(len(filled) * max(MOVED_SHARE, MOVED_BYTES / max(num_bytes, 1))), 1)
-        tree_cache.commit([length] * len(tree_cache.lengths))
-        tree_cache._prompt_lengths = tree_cache.lengths
-        try:
-            for first in range(0, len(filled), at_once):
-                moved = filled[first : first + at_once]
-                tree_cache.allocate([(new, old.keys, old.values) for new, old in moved])
-                for new, old in moved:
-                    new.first_slot = length - old.keys.shape[2]
-                    slots = slice(
-                        new.first_slot - tree_cache._first(new.window), length - tree_cache._first(new.window)
-                    )
-                    new.keys[:, :, slots], new.values[:, :, slots] = old.keys, old.values
-                    old.keys = old.values = None
-        except BaseException:
-            # Above all out of memory, as the cache exists twice in part.
-            tree_cache.restore(cache)
-            raise
-        tree_cache.hide(context_mask)
-        return tree_cache
-
-    def _hold_windows(self, layers: Sequence[tuple[TreeCacheLayer, Any]], length: int, num_nodes: int) -> None:
-        """Notes which layers hold a window alone: sliding ones, unless they record the past for the caller."""
-        for new, old in layers:
-            if isinstance(old, DynamicSlidingWindowLayer) and not old.record_past:
-                new.window = window = old.sliding_window
-                num_held = max(old.keys.shape[2], length - self._first(window) if window in self._spans else 0)
-                # With room for further tokens, so that entries are seldom dropped.
-                size = min(num_held + num_nodes + window // 2, self.capacity - (length - num_held))
-                self._spans[window] = _Span(length - num_held, size)
-
-    def _first(self, window: int | None) -> int:
-        """Returns the first slot that layers with this window hold."""
-        return self._spans[window].first if window in self._spans else 0
-
-    def _num_slots(self, window: int | None) -> int:
-        """Returns how many slots layers with this window hold."""
-        return self._spans[window].size if window in self._spans else self.capacity
+    @property
+    def capacity(self) -> int:
+        """Slots of a row in layers without a window."""
+        return self.spans[None].size
 
     def hide(self, context_mask: torch.Tensor | None) -> None:
         """Hides the entries where `context_mask` `(B, T)` is zero (padding) from all passes that follow."""
@@ -182,9 +104,10 @@ class TreeCache(Cache):
         lengths = upload(self.lengths, device)[:, None]
         self._device_lengths = lengths if self.memory is None else self.memory.copy(lengths)
         # A captured graph reads and writes these where they are; without the mark, each replay would copy them.
-        for tensor in (tensor for layer in self.layers for tensor in (layer.keys, layer.values)):
-            if tensor is not None:
-                mark_static_address(tensor)
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    mark_static_address(tensor)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -194,7 +117,7 @@ class TreeCache(Cache):
         and values that the pass sees.
         """
         while len(self.layers) <= layer_idx:
-            self.layers.append(TreeCacheLayer())
+            self.layers.append(TreeCacheLayer(self.spans[None]))
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             self.allocate([(layer, key_states, value_states)])
@@ -225,24 +148,22 @@ class TreeCache(Cache):
             return tree_attention_mask(visible, depths, starts, self.capacity, dtype, self.context_mask, window)
         num_slots = max(self.lengths) + visible.shape[2]
         self.context_mask = context_mask = _extended(self.context_mask, num_slots)
-        if window in self._spans:
-            self._make_room(window, num_slots)
-        first = self._first(window)
+        span = self.spans.get(window, self.spans[None])
+        self._make_room(span, num_slots)
+        first = span.first
         if context_mask is not None:
             context_mask = context_mask[:, first:]
         starts = self._starts_after(first, visible.device)
         return tree_attention_mask(visible, depths, starts, num_slots - first, dtype, context_mask, window)
 
-    def _make_room(self, window: int | None, stop: int) -> None:
-        """Makes layers with this window hold the slots up to `stop`, without those that no running row sees."""
-        span = self._spans[window]
-        if window is None or stop <= span.first + span.size:
+    def _make_room(self, span: Span, stop: int) -> None:
+        """Makes layers with a window hold the slots up to `stop`, without those that no running row sees."""
+        if span.window is None or stop <= span.first + span.size:
             return
+        # What the slowest running row still sees stays. A row that has ended sees nothing that anybody reads.
         running = [*compress(self.lengths, self._is_running)] or self.lengths
-        first = max(min(running) - window, span.first)
-        size = stop - first + window // 2
-        self._replace_buffers(window, first - span.first, size)
-        span.first, span.size = first, size
+        first = max(min(running) - span.window, span.first)
+        self._replace_buffers(span, first, stop - first + span.window // 2)
 
     def needs_no_mask(self, num_new: int, window: int | None = None) -> bool:
         """Returns whether the host knows that `num_new` new entries see all slots, as in a step of plain decoding."""
@@ -308,13 +229,13 @@ class TreeCache(Cache):
         """
         if self.states is not None and any(num_removed):
             self.states.rewind()
-            num_removed = [now - then for now, then in zip(self.lengths, self._prompt_lengths, strict=True)]
+            num_removed = [length - self.prompt_length for length in self.lengths]
         self.commit([-number for number in num_removed])
 
     @property
     def min_length(self) -> int:
         """Rows cannot be truncated to fewer entries than this, as entries before a window are gone."""
-        return max((span.first + (window or 0) - 1 for window, span in self._spans.items() if span.first), default=0)
+        return max((span.first + (span.window or 0) - 1 for span in self.spans.values() if span.first), default=0)
 
     def restore(self, cache: DynamicCache) -> None:
         """
@@ -324,25 +245,26 @@ class TreeCache(Cache):
         if self.states is not None:
             self.states.restore()
         length = max(self.lengths)
-        for group, users in self._groups:
-            first = self._first(users[0][0].window)
-            for row, end in enumerate(self.lengths):
-                group[:, row, :, max(end - first, 0) : length - first] = 0
+        for span in self.spans.values():
+            for group, _ in span.groups:
+                for row, end in enumerate(self.lengths):
+                    group[:, row, :, max(end - span.first, 0) : length - span.first] = 0
         restored = []
         for old, new in zip(cache.layers, self.layers, strict=True):
             if new.keys is None or getattr(old, "keys", None) is not None:
                 continue  # never moved here
-            start = new.first_slot
+            start, first = new.first_slot, new.span.first
             if isinstance(old, DynamicSlidingWindowLayer):
                 old.cumulative_length = length
                 if not old.record_past:
                     start = max(length - old.sliding_window + 1, start)
-            slots = slice(start - self._first(new.window), length - self._first(new.window))
+            slots = slice(start - first, length - first)
             old.keys, old.values = new.keys[:, :, slots], new.values[:, :, slots]
             restored.append(old)
         # All layers are whole from here on, also if there is no memory for copies.
         self.layers.clear()
-        self._groups.clear()
+        for span in self.spans.values():
+            span.groups.clear()
         for old in restored:
             # A view keeps all of a buffer alive, and is saved with it. Each buffer is freed with its last layer.
             old.keys, old.values = owned(old.keys), owned(old.values)
@@ -361,11 +283,10 @@ class TreeCache(Cache):
         return starts - first if isinstance(starts, int) else (starts - first).clamp(min=0)
 
     def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        num_new, span = keys.shape[2], self._spans.get(layer.window)
-        first = 0 if span is None else span.first
+        num_new, first = keys.shape[2], layer.span.first
         stop = self._longest + self.num_pending + num_new - first
         if stop > layer.keys.shape[2]:
-            self.reserve(stop, layer.window)
+            self.reserve(stop, layer.span)
         for buffer, states in ((layer.keys, keys), (layer.values, values)):
             if self._is_uniform:
                 buffer[:, :, stop - num_new : stop] = states
@@ -402,53 +323,51 @@ class TreeCache(Cache):
         members = defaultdict(list)
         for layer, keys, values in states:
             for name, like in (("keys", keys), ("values", values)):
-                kind = like.shape[1], like.shape[3], like.dtype, like.device, layer.window
+                kind = like.shape[1], like.shape[3], like.dtype, like.device, layer.span
                 members[kind].append((layer, name))
             layer.is_initialized = True
-        for (num_heads, head_dim, dtype, device, window), users in members.items():
+        for (num_heads, head_dim, dtype, device, span), users in members.items():
             # Zeros, not empty: attention multiplies masked values by zero, and NaN times zero is NaN.
             make_zeros = torch.zeros if self.memory is None else self.memory.zeros
-            shape = (len(users), len(self.lengths), num_heads, self._num_slots(window), head_dim)
+            shape = (len(users), len(self.lengths), num_heads, span.size, head_dim)
             self.add_group(make_zeros(shape, dtype=dtype, device=device), users)
 
     def add_group(self, group: torch.Tensor, users: list[tuple[Any, str]]) -> None:
-        self._groups.append((group, users))
+        users[0][0].span.groups.append((group, users))
         for view, (layer, name) in zip(group, users, strict=True):
             setattr(layer, name, view)
 
-    def reserve(self, num_slots: int, window: int | None = None) -> None:
-        """Makes layers with this window, or those without one, hold at least `num_slots` slots."""
-        if window in self._spans:
-            self._spans[window].size = num_slots + (window or 0) // 2
-        else:
-            self.capacity = num_slots + max(GROWTH, num_slots // 4)
-        self._replace_buffers(window, 0, self._num_slots(window))
+    def reserve(self, num_slots: int, span: Span | None = None) -> None:
+        """Makes the layers of a span, by default those without a window, hold at least `num_slots` slots."""
+        span = span or self.spans[None]
+        num_spare = max(GROWTH, num_slots // 4) if span.window is None else span.window // 2
+        self._replace_buffers(span, span.first, num_slots + num_spare)
 
-    def _replace_buffers(self, window: int | None, num_dropped: int, num_slots: int) -> None:
-        """
-        Copies the buffers of layers with this window, a few layers at a time, to larger ones of `num_slots`, without
-        their first `num_dropped` slots.
-        """
+    def _replace_buffers(self, span: Span, first: int, size: int) -> None:
+        """Copies the buffers of a span, a few layers at a time, to larger ones of `size` slots from `first` on."""
         self._known.clear()
-        outgrown = [group for group in self._groups if group[1][0][0].window == window]
-        self._groups = [group for group in self._groups if group[1][0][0].window != window]
+        num_dropped = first - span.first
+        outgrown, span.groups, span.first, span.size = span.groups, [], first, size
         num_moved = max(sum(group.nbytes for group, _ in outgrown) * MOVED_SHARE, MOVED_BYTES)
+        # Each buffer is freed as soon as its layers have new ones.
         while outgrown:
             group, users = outgrown.pop()
             at_once = max(int(num_moved / group[0].nbytes), 1)
-            for first in range(0, len(users), at_once):
-                old = group[first : first + at_once, :, :, num_dropped:]
-                grown = old.new_zeros(*old.shape[:3], num_slots, old.shape[4])
+            for start in range(0, len(users), at_once):
+                old = group[start : start + at_once, :, :, num_dropped:]
+                grown = old.new_zeros(*old.shape[:3], size, old.shape[4])
                 grown[:, :, :, : old.shape[3]] = old
-                self.add_group(grown, users[first : first + at_once])
+                self.add_group(grown, users[start : start + at_once])
 
     def _move(self, nodes: torch.Tensor) -> None:
         """Moves entries `nodes` `(B, n)`, counted from the committed ones, to the slots right after these."""
         known: dict[Any, Any] = {}  # groups that are alike share their indices
-        for group, users in self._groups:
-            device, first = group.device, self._first(users[0][0].window)
+        groups = [(span.first, group) for span in self.spans.values() for group, _ in span.groups]
+        for first, group in groups:
+            device = group.device
             kind = device, first, *group.shape[:4]
             if kind not in known:
+                # In each row and head, slots counted from the first one of the flattened buffer.
                 starts = self._starts_after(first, device)
                 kept = (starts + torch.arange(nodes.shape[1], device=device)).expand(nodes.shape)
                 firsts = _first_slots(group.shape[:3], group.shape[3], device)
@@ -461,6 +380,7 @@ class TreeCache(Cache):
 
 def _first_slots(shape: Sequence[int], capacity: int, device: torch.device) -> torch.Tensor:
     """Returns `(*shape, 1)`: the first slots in buffers `(*shape, capacity, ...)` whose first dimensions are flat."""
+    # Two rows of three heads with 10 slots each: 0, 10 and 20 in the first row, 30, 40 and 50 in the second.
     return torch.arange(math.prod(shape), device=device).view(*shape, 1) * capacity
 
 

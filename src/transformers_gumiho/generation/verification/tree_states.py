@@ -153,12 +153,12 @@ class TreeStates:
         lengths = upload(accepted_lengths, path.device)[:, None]
         for group in self._groups:
             device = group.buffer.device
-            nodes, kept = path.to(device), lengths.to(device)
+            nodes, counts = path.to(device), lengths.to(device)
             if self._has_branches:
                 after = self._convolved if group.keys[0][0] == CONVOLUTIONS else self._recurred
-                group.buffer.copy_(after(group, nodes, kept))
+                group.buffer.copy_(after(group, nodes, counts))
             elif min(accepted_lengths) == 0 and group.before is not None:
-                is_kept = (kept > 0).view(-1, *[1] * (group.buffer.ndim - 2))
+                is_kept = (counts > 0).view(-1, *[1] * (group.buffer.ndim - 2))
                 group.buffer.copy_(group.buffer.where(is_kept, group.before))
         self._forget()
 

@@ -7,20 +7,20 @@ import inspect
 import json
 import math
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from ...commands import UserValueError
-from ...internals import in_eval_mode, weights_version
+from ...model.wrappers import in_eval_mode
 from .chains import ChainCache
-from .placement import input_device
 from .precision import NARROW, computing_precisely, rounds_products
-from .rollback import held_tensors
+from .rollback import layers_of
 from .target_memory import memory_of
-from .traits import TargetTraits, Unsupported
+from .traits import TargetTraits, Unsupported, input_device
 
 
 NUM_PROMPT_TOKENS = 9
@@ -37,14 +37,6 @@ TOLERANCE_OF_ROUNDING = 1e-2
 _HARDLY_WRONG = ("dory", "nemotron_h", "zamba2")
 
 Rows = Literal["one row", "a batch", "a padded batch"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why drafts cannot be verified, as a clause, `None` if they can; and the weights that were tried."""
-
-    obstacle: str | None
-    weights: Any
 
 
 # The oldest go first.
@@ -69,7 +61,7 @@ def check_multi_token_decode(
     rows: Rows = "one row" if batch_size == 1 else "a batch"
     if attention_mask is not None and not bool(attention_mask.all()):
         rows = "a padded batch"
-    if (obstacle := _find_verdict(target, traits, rows).obstacle) is not None:
+    if (obstacle := _find_obstacle(target, traits, rows)) is not None:
         in_rows = "" if rows == "one row" else f" in {rows}"
         # What a function of the user's computes may be what differs.
         attention = f" with the attention {traits.attention.name!r}" if traits.attention.registered else ""
@@ -78,10 +70,10 @@ def check_multi_token_decode(
         )
 
 
-def _find_verdict(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> Verdict:
+def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
     """
-    Returns the verdict on a target with this config, code and dtype on this device, which is tried once. A failed
-    trial is repeated when the weights have changed.
+    Returns why drafts cannot be verified, as a clause; `None` if they can. A target with this config, code and dtype
+    on this device is tried once.
     """
     key = (
         rows,
@@ -91,15 +83,14 @@ def _find_verdict(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> 
         (target.dtype, input_device(target), target.use_kernels),
     )
     verdicts = memory_of(target).verdicts
-    known: Verdict | None = verdicts.get(key)
-    if known is not None and (known.obstacle is None or known.weights == weights_version(target)):
-        return known
-    verdict = Verdict(_try(target, traits, rows), weights_version(target))
+    with suppress(KeyError):
+        return verdicts[key]
+    obstacle = _try(target, traits, rows)
     with _recording:
         while len(verdicts) >= MAX_VERDICTS:
             del verdicts[next(iter(verdicts))]
-        verdicts[key] = verdict
-    return verdict
+        verdicts[key] = obstacle
+    return obstacle
 
 
 def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
@@ -113,7 +104,10 @@ def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | Non
         raise Unsupported(f"There is no memory for a trial of {traits.name} with a few tokens ({error}).") from error
     except Exception as error:  # whatever the code of others raises
         return f"a trial of a few tokens after its cache failed ({type(error).__name__}: {error})"
-    if difference <= tolerance:  # false for not-a-number
+    if math.isnan(difference):
+        # That is of the weights, and not of the code, so it is not remembered.
+        raise Unsupported(f"A trial of {traits.name} with a few tokens computes NaN. Check its weights.")
+    if difference <= tolerance:
         return None
     how = "shapes" if math.isinf(difference) else f"relative error {difference:.1e}, tolerance {tolerance:.0e}"
     return f"multi-token passes differ from single-token passes ({how})"
@@ -174,29 +168,20 @@ class Trial:
     ):
         self.target, self.traits, self.tokens, self.mask, self.num_prompt = target, traits, tokens, mask, num_prompt
         self.cache = traits.make_cache()
-        self._run(tokens[:, :num_prompt], num_prompt)
-        if not held_tensors(self.cache):
+        self.run(tokens[:, :num_prompt], num_prompt)
+        if not _held_tensors(self.cache):
             raise UserValueError(
                 f"it added nothing to the cache in its argument `{traits.cache_argument}`, the name that this release "
                 f"of transformers uses; give its `forward` a parameter of that name"
             )
 
     @property
-    def tried(self) -> torch.Tensor:
+    def continuation(self) -> torch.Tensor:
         """The tokens after the prompt."""
         return self.tokens[:, self.num_prompt :]
 
     def run(self, tokens: torch.Tensor, end: int) -> torch.Tensor:
-        """Runs `tokens` `(B, n)`, the last of `end` tokens. Returns their logits `(B, n, V)`."""
-        logits: torch.Tensor = self._run(tokens, end).logits
-        return logits
-
-    def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the logits, and what the cache holds."""
-        held = [tensor for tensor in held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
-        return [logits, *held]
-
-    def _run(self, tokens: torch.Tensor, end: int) -> Any:
+        """Runs the last `tokens` `(B, n)` of `end`. Returns their logits `(B, n, V)`; of a prompt the last."""
         num_tokens, mask = tokens.shape[1], self.mask[:, :end]
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -num_tokens:]
         takes_positions = "position_ids" in inspect.signature(self.target.forward).parameters
@@ -211,7 +196,13 @@ class Trial:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = 1 if is_first else num_tokens
-        return self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True)
+        logits: torch.Tensor = self.target(**model_inputs, **self.traits.unused_outputs, return_dict=True).logits
+        return logits
+
+    def results(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the logits, and what the cache holds."""
+        held = [tensor for tensor in _held_tensors(self.cache) if tensor.is_floating_point() and tensor.numel()]
+        return [logits, *held]
 
 
 def _run_at_once(trial: Trial) -> list[torch.Tensor]:
@@ -219,12 +210,12 @@ def _run_at_once(trial: Trial) -> list[torch.Tensor]:
     tokens, end = trial.tokens, trial.tokens.shape[1]
     chain = ChainCache(trial.cache, trial.num_prompt, len(tokens))
     # 1. Drafts whose last ones are other tokens than those of the text.
-    drafts = trial.tried.clone()
+    drafts = trial.continuation.clone()
     drafts[:, NUM_ACCEPTED:] = tokens[:, NUM_ACCEPTED:NUM_TOKENS]
     trial.run(chain.begin_pass(drafts), end)
     chain.keep(NUM_ACCEPTED)
     # 2. The rest of the text.
-    rest = trial.tried[:, NUM_ACCEPTED:]
+    rest = trial.continuation[:, NUM_ACCEPTED:]
     logits = trial.run(chain.begin_pass(rest), end)[:, -rest.shape[1] :]
     chain.keep(rest.shape[1])
     chain.restore(trial.cache)
@@ -236,6 +227,21 @@ def _run_singly(trial: Trial) -> list[torch.Tensor]:
     ends = range(trial.num_prompt + 1, trial.tokens.shape[1] + 1)
     logits = [trial.run(trial.tokens[:, end - 1 : end], end) for end in ends]
     return trial.results(torch.cat(logits[NUM_ACCEPTED:], dim=1))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _held_tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns all tensors that a target's cache holds, in its layers and beside them."""
+    owners = (cache, *layers_of(cache))
+    return [tensor for owner in owners for tensor in _tensors_in(getattr(owner, "__dict__", owner))]
 
 
 def _relative_error(values: torch.Tensor, expected: torch.Tensor) -> float:

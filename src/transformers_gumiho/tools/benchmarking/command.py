@@ -5,14 +5,16 @@ import platform
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from ...commands import REQUIRED, as_user_errors, make_folder, option
 from ...files import check_folder, damaged_files_named
-from ...generation.verification.placement import input_device
+from ...generation.verification.traits import input_device
+from ...model.modeling_gumiho import GumihoModel
 from ...training.data.fingerprint import model_fingerprint
 from ...training.data.run_files import ask_before_deleting
 from ..measuring.prompts import read_prompts
@@ -56,8 +58,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
         ValueError: The options do not name both models, `args.modes` names an unknown mode, or the folder holds a run
             with other settings.
     """
-    # Imported here, because it needs matplotlib.
-    from .plots import plot_summary
+    from .plots import plot_summary  # needs matplotlib, which is missed before anything is measured
 
     folder = Path(args.output_dir)
     measured = folder / "samples.jsonl"
@@ -66,35 +67,18 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     questions = read_prompts(args.prompts, num_prompts=args.num_prompts, per_category=args.prompts_per_category)
     make_folder(folder)
     target, tokenizer, drafter = load_pair(args)
-    draft_model = None
-    if args.draft_model is not None:
-        check_folder(args.draft_model)
-        with as_user_errors(), damaged_files_named(args.draft_model):
-            draft_model = AutoModelForCausalLM.from_pretrained(
-                args.draft_model, dtype=target.dtype, device_map=input_device(target)
-            )
-    modes = decoding_modes(drafter, args.modes, draft_model)
-    # What a run must share with a run that it continues.
-    conditions = {
-        "machine": machine_name(input_device(target)),
-        "torch": torch.__version__,
-        "transformers": transformers_version,
-        "target": model_fingerprint(target),
-        "settings of the target": target.generation_config.to_diff_dict(),
-        "assistant": model_fingerprint(drafter),
-        "settings of the assistant": drafter.generation_config.to_diff_dict(),
-    }
+    modes = decoding_modes(drafter, args.modes, _load_draft_model(args, target))
+    conditions = _conditions(target, drafter)
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
     if args.restart:
         measured.unlink(missing_ok=True)
-    journal = Journal(measured, conditions | options)
     samples: list[Sample] = []
     stopped = False
     try:
         for sample in run_benchmark(
             target, tokenizer, questions, modes, temperatures=args.temperatures, batch_sizes=args.batch_sizes,
-            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=journal,
+            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=Journal(measured, conditions | options),
         ):  # fmt: skip
             samples.append(sample)
     except KeyboardInterrupt:
@@ -109,6 +93,30 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     if stopped:
         raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and the same command continues.")
     return rows
+
+
+def _load_draft_model(args: BenchmarkArguments, target: PreTrainedModel) -> PreTrainedModel | None:
+    """Returns the small language model of transformers' own assisted generation, if one is named."""
+    if args.draft_model is None:
+        return None
+    check_folder(args.draft_model)
+    with as_user_errors(), damaged_files_named(args.draft_model):
+        return AutoModelForCausalLM.from_pretrained(
+            args.draft_model, dtype=target.dtype, device_map=input_device(target)
+        )
+
+
+def _conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:
+    """Returns what a run must share with a run that it continues, besides its options."""
+    return {
+        "machine": machine_name(input_device(target)),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "target": model_fingerprint(target),
+        "settings of the target": target.generation_config.to_diff_dict(),
+        "assistant": model_fingerprint(drafter),
+        "settings of the assistant": drafter.generation_config.to_diff_dict(),
+    }
 
 
 def machine_name(device: torch.device) -> str:

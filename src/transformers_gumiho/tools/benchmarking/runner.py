@@ -15,15 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...commands import UserValueError
 from ...internals import is_stateful
 from ...training.data.bars import progress_bar
+from ...training.data.manifest import begin
 from ...training.data.open_text import encode_turn
-from ...training.data.run_files import (
-    append_rows,
-    check_begun_with,
-    complete_lines,
-    cut_incomplete_line,
-)
-from ..measuring.modes import PLAIN, DecodingMode, Runner
+from ...training.data.run_files import append_rows, complete_lines, cut_incomplete_line
 from ..measuring.prompts import Question
+from ..measuring.turns import PLAIN, DecodingMode, Runner
 from .summary import Sample
 
 
@@ -60,7 +56,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self._path = path
-        check_begun_with(path, settings, "Begin anew with --restart, or name another --output_dir.")
+        begin(path, settings, "Begin anew with --restart, or name another --output_dir.")
         cut_incomplete_line(path)
         rows = map(json.loads, complete_lines(path))
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..measuring.modes import PLAIN
+from ..measuring.turns import PLAIN
 from ..metrics import acceptance_statistics
 from .modes import ASSISTED, COMPILED, PLAIN_COMPILED, PROMPT_LOOKUP
 
@@ -20,9 +20,9 @@ _HEADER = (
     "draft / verify / rest | equal to plain |"
 )
 _COLUMNS = """\
-- **tokens/s**: the median over the batches, and its quartiles, prompts included.
-- **speed-up**: the speed divided by plain decoding's on the same prompts, the median and its 95% interval (from
-  six batches on).
+- **tokens/s**: the median over the batches, prompts included, and from six batches on its quartiles.
+- **speed-up**: the speed divided by plain decoding's on the same prompts: the median, and from six batches on its 95%
+  interval.
 - **tau**: tokens that a pass of the target commits if the drafter drafted. In parentheses: the mean over the prompts.
 - **tokens per pass**: over all passes, also those without drafts. In parentheses: passes in which the drafter paused.
 - **draft / verify / rest**: shares of the time of a cycle.
@@ -220,7 +220,8 @@ def markdown(rows: Sequence[SummaryRow]) -> str:
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         where = f"{category}, {way}, batch size {batch_size}"
         # The first line of a section names it.
-        titles = [f"{where} ({chosen[0].num_samples} batches)", *[""] * (len(chosen) - 1)]
+        batches = f"{chosen[0].num_samples} batch{'es' * (chosen[0].num_samples != 1)}"
+        titles = [f"{where} ({batches})", *[""] * (len(chosen) - 1)]
         lines += [f"| {title} {_line(row)}" for title, row in zip(titles, chosen, strict=True)]
         if category != OVERALL:
             continue
@@ -251,6 +252,7 @@ def _ratio(comparison: Comparison) -> str:
 
 def _line(row: SummaryRow) -> str:
     lower, median, upper = row.tokens_per_second
+    speed = f"{median:.1f}" + f" ({lower:.1f}-{upper:.1f})" * (row.num_samples >= _MIN_SAMPLES)
     speedup = "1" if row.mode == PLAIN.name else _ratio(row.with_plain)
     if round(row.speedup, 2) < 1:
         speedup += " **slower than plain**"
@@ -260,6 +262,4 @@ def _line(row: SummaryRow) -> str:
     shares = row.shares or {}
     times = " / ".join(f"{shares[name]:.0%}" for name in ("draft", "verify", "rest") if name in shares)
     equal = f"{row.num_equal} of {row.num_samples}"
-    return (
-        f"| {row.mode} | {median:.1f} ({lower:.1f}-{upper:.1f}) | {speedup} | {tau} | {passes} | {times} | {equal} |"
-    )
+    return f"| {row.mode} | {speed} | {speedup} | {tau} | {passes} | {times} | {equal} |"

@@ -12,6 +12,6 @@ def why_paused(num_paused: int, num_passes: int, break_even: float | None) -> st
     if break_even is None:
         return f"{share}."
     return (
-        f"{share}: to draft costs {break_even - 1:.1f} of a step of plain decoding here, so a pass must commit "
+        f"{share}: drafting costs {break_even - 1:.1f} steps of plain decoding here, so a pass must commit "
         f"{break_even:.1f} tokens. --break_even 1 never pauses."
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ...generation.drafting.candidate_generator import DraftOrigin
 from ...generation.observers import GenerationObserver, Stage, observing
-from ...generation.verification.placement import accelerators_of
+from ...generation.verification.traits import input_device
 from ...model.modeling_gumiho import GumihoModel
 
 
@@ -48,6 +48,13 @@ class DecodingTime:
     def pass_seconds(self) -> float:
         """Mean time of a pass. For a cycle, this includes drafting."""
         return self.seconds / self.num_passes
+
+
+def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
+    """Returns the devices other than the CPU that hold parts of the models, each once."""
+    places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
+    devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
+    return [device for device in dict.fromkeys(devices) if device.type != "cpu"]
 
 
 def time_decoding(

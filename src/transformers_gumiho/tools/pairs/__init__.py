@@ -1,7 +1,7 @@
 """The options that name a target and its drafter in all commands, loading both, and pairs with a short name."""
 
 from .arguments import DraftingArguments, PairArguments, prompts_field
-from .loading import load_pair, load_target, own_settings, use_options
+from .models import load_pair, load_target, settings_of, use_options
 
 
 __all__ = [
@@ -9,7 +9,7 @@ __all__ = [
     "PairArguments",
     "load_pair",
     "load_target",
-    "own_settings",
     "prompts_field",
+    "settings_of",
     "use_options",
 ]

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 
@@ -28,7 +28,7 @@ Characters = list[tuple[str, str]]
 class AnswerPicture:
     """A picture that notebooks show. `svg` is its text."""
 
-    svg: str
+    svg: str = field(repr=False)
 
     def _repr_svg_(self) -> str:
         return self.svg

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ...generation.verification.placement import input_device
+from ...generation.verification.traits import input_device
 from ...model.modeling_gumiho import GumihoModel
 from .cycles import CONTEXT, INCOMPLETE, Cycle, watch_cycles
 

@@ -15,7 +15,7 @@ from ...commands import UserOSError, UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
-from ..pairs import load_pair
+from ..pairs import load_pair, settings_of
 from .answer_svg import answer_svg
 from .answering import Answer, logit_gap, stream_answer
 from .arguments import DemoArguments, GenerateArguments, ShowArguments
@@ -31,8 +31,6 @@ Models = tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]
 
 # Of each way of decoding before the two are compared: what only first calls do counts for neither.
 _WARM_UP_TOKENS = 8
-# No cycle commits more: the longest run of drafts from the context, and the bonus token.
-_MAX_COMMITTED = 65
 
 
 def generate(args: GenerateArguments) -> list[Answer]:
@@ -97,8 +95,10 @@ def show(args: ShowArguments) -> Cycle:
             raise KeyboardInterrupt
 
     answer = Answer(on_step=stop)
-    # There is room for one more cycle, as paths near the end of a text are shorter.
-    most = (args.step + 1) * max(_MAX_COMMITTED, drafter.config.max_draft_depth + 1)
+    # There is room for one more cycle, as paths near the end of a text are shorter, up to the target's last position.
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+    longest = 1 + max(settings_of(target, drafter).prompt_lookup_num_tokens, drafter.config.max_draft_depth)
+    most = max(min((args.step + 1) * longest, positions - len(prompt)), 1)
     stream_answer(target, tokenizer, drafter, prompt, answer, max_new_tokens=most, temperature=0.0)
     if (num_cycles := len(answer.cycles)) < args.step:
         if answer.progress == "stopped":

@@ -45,7 +45,7 @@ class Cycle:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether the drafter drafted. Cycles of a run of prompt lookup, of a pause and of the end do not count."""
+        """Whether the drafter drafted. Cycles of a pause and of the end do not count."""
         return self.origin.source == "drafter"
 
     @property

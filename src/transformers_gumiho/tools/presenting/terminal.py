@@ -18,7 +18,6 @@ path: the probability of all tokens down to it, by which the nodes were chosen
 * accepted draft   + bonus token, which the target chose"""
 _ORIGINS = {
     "drafter": "drafted by the drafter",
-    "context": "drafted by the context alone",
     "pause": "the drafter is paused for {} more cycles",
     "end": "one token is missing, so nothing is drafted",
 }

@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from ...commands import UserOSError, UserValueError, make_folder, option
 from ...files import check_is_no_snapshot
-from ...generation.verification.placement import input_device
-from ...generation.verification.traits import TargetTraits
+from ...generation.verification.traits import TargetTraits, input_device
 from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ...training.data.open_text import encode_turn
-from ..measuring.modes import Prompts, Runner
 from ..measuring.prompts import read_prompts
-from ..pairs import PairArguments, load_pair, own_settings, prompts_field
+from ..measuring.turns import Prompts, Runner
+from ..pairs import PairArguments, load_pair, prompts_field, settings_of
 from .contest import Contests, Standing
 from .result import TuningResult
 from .trees import Tree, list_sizes, list_trees, list_vocabularies
@@ -66,7 +65,7 @@ def tune(args: TuningArguments) -> TuningResult:
     else:
         prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     make_folder(folder)
-    own = own_settings(target, drafter, min(args.batch_sizes))
+    own = settings_of(target, drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
     tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
     trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)

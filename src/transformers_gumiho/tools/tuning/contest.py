@@ -10,8 +10,8 @@ from ...commands import UserValueError
 from ...model.decoding_settings import NEVER_PAUSES
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.bars import progress_bar
-from ..measuring.modes import PLAIN, DecodingMode, Prompts, Runner
 from ..measuring.timing import DecodingTime
+from ..measuring.turns import PLAIN, DecodingMode, Prompts, Runner
 from .trees import Tree, num_counted
 
 
@@ -19,6 +19,7 @@ from .trees import Tree, num_counted
 ROUNDS = (3, 6, 12)
 # Turns in which the winners are timed again.
 FINAL_TURNS = 6
+_TIE = 0.02  # by which the fastest must be faster than the next one
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     return Standing(tau, statistics.median(ratios), len(used))
 
 
+def _tie(first: Standing, second: Standing) -> bool:
+    return first.speedup < second.speedup * (1 + _TIE)
+
+
 class Contests:
     """Contests of the trees of a drafter; `counted` are the tokens that trees with a counted vocabulary may draft."""
 
@@ -78,22 +83,31 @@ class Contests:
         is_final: bool = False,
     ) -> dict[Tree, Standing]:
         """
-        Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch. Returns all trees, the
-        fastest first. Removed trees follow, those that were removed last before the others. The standings are those of
-        the turns in which all trees took part, so that they compare the same prompts.
+        Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch. The two fastest take all
+        turns once more if they tie. Returns all trees, the fastest first. Removed trees follow, those that were
+        removed last before the others. The standings are those of the turns in which all trees took part, so that they
+        compare the same prompts.
         """
         ranked = list(dict.fromkeys(trees))
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}
         ends = (FINAL_TURNS,) if is_final else ROUNDS
-        sizes = [-(-len(ranked) // 2**index) for index in range(len(ends))]
-        # After the first round, a single tree ends the contest.
-        rounds = [played for played in zip([0, *ends], ends, sizes, strict=False) if played[0] == 0 or played[2] > 1]
-        num_batches = sum((end - begin) * (1 + size) for begin, end, size in rounds)
+        # The last two take all turns. After the first round, a single tree ends the contest.
+        sizes = [min(max(-(-len(ranked) // 2**index), 2), len(ranked)) for index in range(len(ends))]
+        rounds = [
+            (range(begin, end), size)
+            for begin, end, size in zip([0, *ends], ends, sizes, strict=False)
+            if begin == 0 or size > 1
+        ]
+        if len(ranked) > 1:
+            rounds.append((range(ends[-1]), 2))  # of a tie
+        num_batches = sum(len(turns) * (1 + size) for turns, size in rounds)
         with progress_bar(total=num_batches, desc=f"tuning: {name}", unit="batch") as bar:
-            for begin, end, size in rounds:
+            for number, (turns, size) in enumerate(rounds):
                 competing = ranked[:size]
+                if number == len(rounds) - 1 and size == 2 and not _tie(*(compare(pairs[tree]) for tree in competing)):
+                    break
                 modes = [PLAIN, *(self._mode(tree, is_final) for tree in competing)]
-                for turn in range(begin, end):
+                for turn in turns:
                     # After the last prompt follows the first one.
                     batch = [prompts[(turn * rows + row) % len(prompts)] for row in range(rows)]
                     plain, *drafted = self._runner.compare(modes, batch, temperature, seed=turn)
@@ -115,7 +129,7 @@ class Contests:
         # With pauses, cycles without drafts would be timed.
         settings = tree.settings | {"break_even": NEVER_PAUSES}
         if is_final:
-            # `break_even` is the time of a cycle that drafts. In runs of prompt lookup the drafter does not draft.
+            # `break_even` is the time of a cycle in which the drafter alone drafts.
             settings["prompt_lookup_num_tokens"] = 0
         if tree.vocabulary != "own":
             settings["draft_vocabulary"] = self.counted if tree.vocabulary == "counted" else None

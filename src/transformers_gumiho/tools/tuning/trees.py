@@ -44,8 +44,9 @@ class Tree:
 
 def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:
     """
-    Returns some fifteen trees, all with the vocabulary of the drafter's own tree, which is the first of them. For a
-    target that verifies chains only, returns one chain of each depth.
+    Returns some ten trees, all with the vocabulary of the drafter's own tree, which is the first of them, and with its
+    draft temperatures where they are calibrated: otherwise some fifteen, with two temperatures. For a target that
+    verifies chains only, returns one chain of each depth.
     """
     deepest = config.max_draft_depth
     # Without the parallel heads a cycle has one pass less. A block drafter runs half of its block instead.
@@ -53,14 +54,19 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
     if verifies_chains:
         depths = sorted(range(1, deepest + 1), key=lambda depth: depth != own.tree_depth)
         return [replace(own, num_assistant_tokens=d, branching_factor=1, tree_depth=d) for d in depths]
-    trees = [own, Tree(deepest, 1, deepest)]
+    temperatures: list[float | tuple[float, ...]] = [DRAFT_TEMPERATURE, _SHARP_TEMPERATURE]
+    if isinstance(own.draft_temperature, tuple):  # calibrated
+        temperatures = [own.draft_temperature]
+    usual = temperatures[0]
+    trees = [own, Tree(deepest, 1, deepest, usual)]
     if config.drafts_serially:
         for depth in sorted({min(depth, deepest) for depth in _SERIAL_DEPTHS}):
-            trees += [Tree(depth, 1, depth), *(Tree(size, width, min(depth, size)) for size, width in _SHAPES)]
+            shapes = [(depth, 1, depth), *((size, width, min(depth, size)) for size, width in _SHAPES)]
+            trees += [Tree(*shape, usual) for shape in shapes]
     else:
         for size, width in _SHAPES:
-            trees += [Tree(size, width, min(deepest, size), t) for t in (DRAFT_TEMPERATURE, _SHARP_TEMPERATURE)]
-            trees += [Tree(size, width, min(shallow, size))] if size <= _MAX_SHALLOW else []
+            trees += [Tree(size, width, min(deepest, size), temperature) for temperature in temperatures]
+            trees += [Tree(size, width, min(shallow, size), usual)] if size <= _MAX_SHALLOW else []
     return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
 
 
@@ -72,9 +78,10 @@ def list_sizes(winner: Tree) -> list[Tree]:
 
 
 def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
-    """Returns the tree with each vocabulary to compare, beginning with its own."""
-    trees = [winner, replace(winner, vocabulary="all"), replace(winner, vocabulary="counted")]
-    return list(dict.fromkeys(trees[: 3 if num_counted(vocab_size) < vocab_size else 2]))
+    """Returns the tree with each vocabulary to compare: its own list or else a counted one, and all tokens."""
+    if winner.vocabulary == "own":
+        return [winner, replace(winner, vocabulary="all")]
+    return [winner, *([replace(winner, vocabulary="counted")] if num_counted(vocab_size) < vocab_size else [])]
 
 
 def num_counted(vocab_size: int) -> int:

@@ -1,15 +1,18 @@
 """Data sets of users: files of rows in any format, and what a line of them holds."""
 
+import errno
+import hashlib
 import json
 import re
-from collections.abc import Mapping
-from glob import escape
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
+from ...commands import UserFileNotFoundError, UserOSError, UserValueError, as_user_errors, says_full
 from ...files import is_path, read_text
-from .run_files import SETTINGS
+from .manifest import MADE_FROM
 
 
 if TYPE_CHECKING:
@@ -67,13 +70,13 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     if path.is_dir():
         kind, files = ("", {}) if is_saved or _is_described(path) else _data_files(name)
     if kind:
-        reader = _READERS[kind] | {"data_files": files}
+        reader = _READERS[kind] | {"data_files": files, "name": _version_of(files)}
     else:
         source, config, named_split = [*([name] if path.is_dir() else name.split(":")), "", ""][:3]
         reader = {"path": source, "name": config or None}
     split = named_split or split
     try:
-        with as_user_errors():
+        with as_user_errors(), full_cache_named():
             rows = load_from_disk(name) if is_saved else load_dataset(**reader | kwargs, split=split)
     except (OSError, ModuleNotFoundError):
         raise
@@ -90,10 +93,31 @@ def load_conversations(name: str, split: str | None = "train", **kwargs: Any) ->
     return rows.rename_column("text", JSON_LINE) if reader["path"] == "text" else rows
 
 
+@contextmanager
+def full_cache_named() -> Iterator[None]:
+    """Raises `OSError` where the disk of the cache of `datasets` is full, which the library may say of a file."""
+    from datasets import config
+
+    try:
+        yield
+    except Exception as error:
+        if not any(says_full(cause) for cause in (error, error.__cause__) if isinstance(cause, Exception)):
+            raise
+        message = "The disk is full on which `datasets` keeps what it reads. Make room, or set HF_DATASETS_CACHE"
+        raise UserOSError(errno.ENOSPC, message, str(config.HF_DATASETS_CACHE)) from error
+
+
+def _version_of(files: Mapping[str, list[str]]) -> str:
+    """Returns a name of these files as they are now: the library looks at their times alone, which may be old ones."""
+    paths = [Path(path) for part in files.values() for path in (glob(pattern)[0] for pattern in part)]
+    found = [(stat.st_size, stat.st_ctime_ns) for stat in (path.stat() for path in paths)]
+    return f"version-{hashlib.sha256(str(found).encode()).hexdigest()[:16]}"
+
+
 def _kind_of(name: str) -> str:
     """Returns which of the `_READERS` reads a file; empty for none."""
     kind = Path(name.lower().removesuffix(".gz")).suffix
-    return kind if kind in _READERS and not name.endswith(SETTINGS) else ""
+    return kind if kind in _READERS and not name.endswith(MADE_FROM) else ""
 
 
 def _data_files(folder: str) -> tuple[str, dict[str, list[str]]]:

@@ -1,28 +1,32 @@
 """From a dataset of conversations to the rows that a drafter is trained on."""
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from .conversations import read_row
-from .datasets import JSON_LINE, MalformedRowError
+from .conversations import Example, read_row
+from .datasets import JSON_LINE, MalformedRowError, full_cache_named
 from .open_text import with_template_kwargs
 from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 6
+_FORMAT = 7
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
 _COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
-_LOOKS = {"key": Value("string")} | dict.fromkeys(("num_answers", "num_tokens", "num_dropped"), Value("int64"))
+# Of a row that the target answers: what it reads first, the conversation as JSON, and the tokens of all questions.
+_PROMPT: dict[str, Any] = {"prompt_ids": Sequence(Value("int32")), "conversation": Value("string")}
+_LOOKS: dict[str, Any] = {"key": Value("string")}
+_LOOKS |= dict.fromkeys(("num_answers", "num_tokens", "num_dropped"), Value("int64"))
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
 # What may differ between two texts that say the same.
@@ -115,20 +119,43 @@ def prepare_dataset(
     columns = _ROWS | dict.fromkeys(_COUNTS, Value("int64"))
     settings = {"max_length": max_length, "vocab_size": config.vocab_size}
     tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
-    rows, problems = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
+    found = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
+    places, problems = _sorted_out(found)
+    rows = found.select(places)
     counts = {name: sum(rows[name]) for name in _COUNTS}
     report = PreparationReport(problems, len(rows), **counts, num_rows=len(rows))
     if not len(rows):
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
     rows = rows.select_columns(list(_ROWS))
     if packing:
-        settings = {"max_length": max_length, "format_version": _FORMAT}
-        rows = rows.map(
-            _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
-            desc="packing",
-        )  # fmt: skip
+        rows = _packed(rows, max_length)
         report.num_rows = len(rows)
     return rows, report
+
+
+def read_prompts(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, num_prompt_tokens: int = 64, num_proc: int | None = None
+) -> Dataset:
+    """
+    Reads rows that a target is to answer, and renders what it reads first: once, whatever uses them afterwards.
+
+    Args:
+        dataset: Rows in any of the forms of [`read_row`].
+        tokenizer: The target's.
+        num_prompt_tokens: Of a raw text, the tokens that the target continues.
+        num_proc: Processes to read with.
+
+    Returns:
+        For each row its `prompt_ids`, its `conversation` as JSON (an [`Example`]), the number of its answers, the
+        tokens of its questions, a `key` that duplicates share, and the `problem` for which it cannot be answered.
+
+    Raises:
+        ValueError: The dataset is a stream or empty.
+    """
+    if {*_PROMPT, *_LOOKS} <= {*(getattr(dataset, "column_names", None) or ())}:
+        return dataset  # which was read before
+    settings = {"num_prompt_tokens": num_prompt_tokens}
+    return _read_rows(dataset, _prompt, _PROMPT | _LOOKS, tokenizer, num_proc, **settings)
 
 
 def usable_rows(
@@ -138,31 +165,54 @@ def usable_rows(
     *,
     answered: bool = False,
     max_new_tokens: int | None = None,
+    num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
     """
-    Returns the rows that a target can answer, or if they are `answered`, those that have an answer, without
-    duplicates; and a report with the reasons of the others.
+    Returns what [`read_prompts`] reads of the rows that a target can answer; or if they are `answered`, the rows that
+    have an answer. Duplicates are left out; a report has the reasons.
 
     Raises:
         ValueError: The dataset is a stream, empty or of no known form, or no row can be used.
     """
-    settings = {"max_length": max_length, "answered": answered}
-    looks, problems = _read_rows(dataset, _look, _LOOKS, tokenizer, **settings)
-    first: dict[str, int] = {}
-    for place, key in enumerate(looks["key"]):
-        if first.setdefault(key, place) != place:
-            problems.setdefault("is a duplicate", []).append(looks[place]["row"])
+    if answered:
+        looks = _read_rows(dataset, _look, _LOOKS, tokenizer, num_proc)
+    else:
+        looks = read_prompts(dataset, tokenizer, num_proc=num_proc)
+    places, problems = _sorted_out(looks)
+    keys, numbers, first = list(looks["key"]), list(looks["row"]), dict[str, int]()
+    lengths = [0] * len(keys) if answered else [len(ids or ()) for ids in looks["prompt_ids"]]
+    for place in places:
+        if lengths[place] >= max_length:
+            reason = f"its first prompt leaves no room for an answer within {max_length} tokens"
+            problems.setdefault(reason, []).append(numbers[place])
+        elif first.setdefault(keys[place], place) != place:
+            problems.setdefault("is a duplicate", []).append(numbers[place])
     looks = looks.select(first.values())
     num_answers = sum(looks["num_answers"])
     report = f"{len(looks):,} of {len(dataset):,} rows can be used, with {num_answers:,} answers"
     if not answered:
-        report += f" to write after {sum(looks['num_tokens']):,} tokens of first prompts"
+        report += f" to write after {sum(map(len, looks['prompt_ids'])):,} tokens of first prompts"
     if max_new_tokens:
         report += f": about {num_answers * max_new_tokens // 2:,} tokens, if they have half of {max_new_tokens} each"
     report += _left_out(problems, sum(looks["num_dropped"]))
     if not len(looks):
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
-    return dataset.select(looks["row"]), report
+    return dataset.select(looks["row"]) if answered else looks, report
+
+
+class DataSize(NamedTuple):
+    """The rows that a drafter is trained on, their tokens, and the tokens of the longest one."""
+
+    num_rows: int
+    num_tokens: int
+    longest: int
+
+
+def size_of_prompts(prompts: Dataset, tokens_per_answer: float, max_length: int) -> DataSize:
+    """Returns the size of the conversations that prompts of [`read_prompts`] become, with answers of this length."""
+    pairs = zip(prompts["num_tokens"], prompts["num_answers"], strict=True)
+    lengths = [min(int(num_tokens + turns * tokens_per_answer), max_length) for num_tokens, turns in pairs]
+    return DataSize(len(lengths), sum(lengths), max(lengths))
 
 
 def plain_rows(dataset: Dataset) -> Dataset:
@@ -215,24 +265,32 @@ def _read_rows(
     tokenizer: PreTrainedTokenizerBase,
     num_proc: int | None = None,
     **settings: Any,
-) -> tuple[Dataset, dict[str, list[int]]]:
+) -> Dataset:
     """
-    Returns what `read` makes of each row, next to the number of the `row`; and the numbers of those that cannot be
-    used, by reason.
+    Returns what `read` makes of each row, next to the number of the `row`, and the `problem` of one that cannot be
+    used.
     """
     dataset = plain_rows(dataset)
     Renderer(tokenizer)  # refuses a tokenizer that it cannot read
     features = Features(columns | {"row": Value("int64"), "problem": Value("string")})
     settings |= {"read": read, "tokenizer": tokenizer, "names": [*features], "format_version": _FORMAT}
-    found = dataset.map(
-        _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
-        features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
-    ).with_format(None)  # fmt: skip
-    problems: dict[str, list[int]] = {}
-    for number, problem in zip(found["row"], found["problem"], strict=True):
+    with full_cache_named():
+        found = dataset.map(
+            _read_batch, with_indices=True, batched=True, batch_size=100, remove_columns=dataset.column_names,
+            features=features, fn_kwargs=settings, num_proc=num_proc, desc="reading the data",
+        )  # fmt: skip
+    return found.with_format(None)
+
+
+def _sorted_out(found: Dataset) -> tuple[list[int], dict[str, list[int]]]:
+    """Returns the places of rows without a problem, and the numbers of the others by their problem."""
+    places, problems = list[int](), dict[str, list[int]]()
+    for place, (number, problem) in enumerate(zip(found["row"], found["problem"], strict=True)):
         if problem:
             problems.setdefault(problem, []).append(number)
-    return found.select([place for place, problem in enumerate(found["problem"]) if not problem]), problems
+        else:
+            places.append(place)
+    return places, problems
 
 
 def _read_batch(
@@ -257,17 +315,29 @@ def _read_batch(
     return {name: [row.get(name) for row in found] for name in names}
 
 
-def _look(row: dict[str, Any], renderer: Renderer, max_length: int, answered: bool) -> Iterator[dict[str, Any]]:
-    """Yields the key of a row, by which duplicates are found, and its counts for the report."""
-    example = read_row(row, bool(renderer.tokenizer.chat_template), answered)
-    turns, messages, num_tokens = example.turns, example.messages, 0
-    said = [message for message in messages if answered or message["role"] != "assistant"]
-    if not answered:
-        num_tokens = len(renderer.prompt(messages[: turns[0]], example.extras, bool(example.text)))
-        if num_tokens >= max_length and example.text != "text":  # of which only the beginning is read
-            raise MalformedRowError(f"its first prompt leaves no room for an answer within {max_length} tokens")
+def _prompt(row: dict[str, Any], renderer: Renderer, num_prompt_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yields what the target reads first of a row, and the rest of its conversation."""
+    example = read_row(row, bool(renderer.tokenizer.chat_template), answered=False)
+    first, *_ = example.turns
+    ids = renderer.prompt(example.messages[:first], example.extras, bool(example.text))
+    if example.text == "text":
+        ids = ids[:num_prompt_tokens]
+    questions = [message for message in example.messages if message["role"] != "assistant"]
+    later = [message["content"] or "" for message in example.messages[first:] if message["role"] != "assistant"]
+    num_tokens = len(ids) + sum(len(renderer.encode(text)) for text in later)
+    conversation = json.dumps(asdict(replace(example, generations=[])), ensure_ascii=False, default=str)
+    yield _looks(example, questions) | {"prompt_ids": ids, "conversation": conversation, "num_tokens": num_tokens}
+
+
+def _look(row: dict[str, Any], renderer: Renderer) -> Iterator[dict[str, Any]]:
+    """Yields the key of a row that has answers, by which duplicates are found, and its counts for the report."""
+    example = read_row(row, bool(renderer.tokenizer.chat_template))
+    yield _looks(example, example.messages)
+
+
+def _looks(example: Example, said: list[dict[str, Any]]) -> dict[str, Any]:
     key = hashlib.sha256(normalized(f"{said} {example.extras}").encode()).hexdigest()
-    yield {"key": key, "num_answers": len(turns), "num_tokens": num_tokens, "num_dropped": example.drops_answer}
+    return {"key": key, "num_answers": len(example.turns), "num_dropped": example.drops_answer}
 
 
 def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size: int) -> Iterator[dict[str, Any]]:
@@ -291,6 +361,15 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
                 num_dropped = 0
             elif not start:  # or else it is the end of a long text, too short to learn from
                 yield {"problem": "no token to learn within the maximum length"}
+
+
+def _packed(rows: Dataset, max_length: int) -> Dataset:
+    """Returns rows of several texts, each with positions of its own."""
+    settings = {"max_length": max_length, "format_version": _FORMAT}
+    return rows.map(
+        _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
+        desc="packing",
+    )  # fmt: skip
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:

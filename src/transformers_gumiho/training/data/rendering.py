@@ -52,7 +52,16 @@ class Renderer:
         """Returns the token ids of messages to answer, or of a text to continue."""
         if is_text:
             return encode_open_text(self.tokenizer, "".join(message["content"] for message in messages))
-        return self.encode(self._render(messages, extras, add_generation_prompt=True))
+        try:
+            return self.encode(self._render(messages, extras, add_generation_prompt=True))
+        except MalformedRowError:  # some templates want an answer without the marks around its reasoning
+            said = [
+                message | {"content": self._after_marks(message["content"])}
+                if message["role"] == "assistant" and message["content"]
+                else message
+                for message in map(dict, messages)
+            ]
+            return self.encode(self._render(said, extras, add_generation_prompt=True))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, without what the tokenizer puts around texts."""
@@ -88,7 +97,7 @@ class Renderer:
         """The token that ends an answer."""
         return self._after_answer[0]
 
-    def after_marks(self, text: str) -> str:
+    def _after_marks(self, text: str) -> str:
         """Returns what follows the last special token of a text."""
         ids = self.encode(text)
         return self.decode(ids[self._num_to_last_special(ids) :])

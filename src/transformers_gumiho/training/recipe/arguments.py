@@ -1,22 +1,18 @@
 """The options of `gumiho data` and `gumiho train`, besides those of the trainer."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
-from ... import commands
-from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
+from ...commands import REQUIRED, UserFileNotFoundError, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
 from ..writing.requests import Sampling
-from .recipes import RECIPES
 
 
 # An accelerator writes and reads texts of this length in the time in which a CPU does those.
@@ -82,8 +78,12 @@ class WritingArguments:
         given = {name: value for name, value in {**given, "share": self.sampled_share}.items() if value is not None}
         return replace(Sampling.of_target(config), **given)
 
-    def check(self) -> None:
-        """Raises `ValueError` for options that are missing or contradict each other."""
+    def check(self, given: Container[str]) -> None:
+        """Raises `ValueError` for options that are missing, or contradict each other or those that are `given`."""
+        if self.writes_prompts and "num_rows" in given:
+            raise UserValueError("--num_rows has no effect with --data none: use --num_prompts. Leave it out.")
+        if self.openings is not None and not self.writes_prompts:
+            raise UserValueError("--openings has no effect without --data none. Leave it out.")
         if self.target is None or self.data is None:
             raise UserValueError(
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
@@ -107,14 +107,14 @@ class DataArguments(WritingArguments):
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
-    recipe: str = option(f"How to train: {' or '.join(RECIPES)}, whose defaults are shown here.", "recommended")
+    recipe: str = option("How to train: recommended or published, whose defaults are shown here.", "recommended")
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     force: bool = option("Continue a result with other options than it was begun with.", False)
     yes: bool = option("Delete what --restart names without asking.", False)
-    config: Path | None = option("File with defaults, as `training/recipe/defaults.yaml`.")
-    plan: bool = option("Print the plan (disk and memory) and stop.", False)
-    ignore_plan: bool = option("Start even if the plan needs more than there is.", False)
+    config: Path | None = option("File with options, as `training/recipe/defaults.yaml` or `work/resolved.yaml`.")
+    plan: bool = option("Print what the run takes of disk and memory, and stop.", False)
+    ignore_plan: bool = option("Start even if that is more than there is, and try no memory.", False)
     regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
     cache_features: str = option(
@@ -143,17 +143,24 @@ class RecipeArguments(WritingArguments):
     num_measured_prompts: int = option("Held-out prompts to tune and evaluate with.", 18, at_least=0)
     measured_new_tokens: int = option("Tokens to generate for each of these prompts.", 64, at_least=1)
 
-    def check(self) -> None:
+    def check(self, given: Container[str]) -> None:
         if self.lora_rank:
             raise UserValueError(_ADAPTERS.format(rank=self.lora_rank, drafter=self.drafter or "DRAFTER"))
-        if self.recipe not in RECIPES:
-            raise UserValueError(f"`--recipe` must be one of {', '.join(RECIPES)}, got {self.recipe!r}.")
         if unknown := set(self.stages) - set(STAGES):
             raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
         if self.cache_features not in ("auto", "true", "false"):
             raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
-            super().check()
+            super().check(given)
+        for name in ("data", "num_rows", "openings", "regenerate"):
+            if name in given and self.features is not None:
+                raise UserValueError(
+                    f"--{name} has no effect with --features, which holds prepared data. Leave it out."
+                )
+        if self.writes_prompts and not self.regenerate:
+            raise UserValueError("--regenerate has no effect with --data none, which has no answers. Leave it out.")
+        if missing := [folder for folder in self.features or () if not Path(folder).is_dir()]:
+            raise UserFileNotFoundError(f"There is no folder {missing[0]!r}. Name feature caches with --features.")
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
         _check_precision("features_dtype", self.features_dtype)
@@ -191,27 +198,6 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError("--fp16 has no effect on a CPU, which trains in float32 or with --bf16. Leave it out.")
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
-
-
-def parse(kinds: Sequence[type], name: str, words: Sequence[str], defaults: dict[str, Any], summary: str) -> list[Any]:
-    """Returns an object of each kind. `defaults` replace those of options that `words` does not give."""
-    kind_of = {item.name: str(item.type) for kind in kinds for item in fields(kind)}
-    if unknown := set(defaults) - set(kind_of):
-        raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho {name} --help`.")
-    output = "--output_dir DIR" if name == "train" else "--output_file FILE"
-    usage = f"--target NAME --data FILE|DATASET|none {output}"
-    groups = HELP if name == "train" else None
-    defaults = {option: _as_given(value, kind_of[option]) for option, value in defaults.items()}
-    return commands.parse(kinds, name, words, summary, usage=usage, defaults=defaults, groups=groups)
-
-
-def _as_given(value: Any, kind: str) -> Any:
-    """Returns a value of a YAML file as an option of this kind has it on the command line."""
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if kind.startswith("list") and not isinstance(value, list | None):
-        return [value]
-    return str(value).lower() if isinstance(value, bool) and "bool" not in kind else value
 
 
 # What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.

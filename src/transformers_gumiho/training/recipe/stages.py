@@ -11,64 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from accelerate import PartialState
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...commands import UserFileNotFoundError, UserValueError, as_user_errors
-from ...files import damaged_files_named
-from ...model.configuration_gumiho import GumihoConfig
-from ...model.target_shape import TargetLayers, state_width
-from .. import (
-    CachedFeatures,
-    GumihoTrainingArguments,
-    cache_size,
-    load_conversations,
-    prepare_dataset,
-    write_feature_cache,
-)
+from .. import CachedFeatures, cache_size, load_conversations, write_feature_cache
 from ..data.conversations import first_question
 from ..data.fingerprint import checkpoint_fingerprint, file_fingerprint
+from ..data.manifest import MADE_FROM, Manifest
 from ..data.open_text import encode_turn
 from ..data.preparation import split_rows
-from ..data.run_files import Record, ask_before_deleting
-from ..feature_cache import (
-    MADE_FROM,
-    MANIFEST,
-    TARGET_FOLDER,
-    CacheManifest,
-    is_complete,
-    layer_fields,
-    row_lengths,
-)
+from ..data.run_files import ask_before_deleting
+from ..feature_cache import is_complete, layer_fields
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
-from .plan import ANSWER_SHARE, caching_pays, check_fits, describe, estimate
-from .recipes import RECIPES
-from .records import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
-from .training import (
-    Training,
-    cached_data,
-    drafter_fields,
-    online_data,
-    prepared,
-    prepared_held_out,
-    resolved,
-    unsplit_models,
-)
-from .writing import (
-    generation_config,
-    load_rows,
-    load_target,
-    load_tokenizer,
-    num_positions,
-    row_length,
-    say,
-    write_answers,
-)
+from .contents import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
+from .context import RunContext
+from .options import RESOLVED, Options
+from .phases import Training, cached_data, is_there, online_data, prepared, prepared_held_out
+from .target import generation_config, load_tokenizer, num_positions, say, write_answers
+from .trials import try_stages
 
 
-_SAMPLE = 256  # rows whose tokens the plan counts
 _PATIENCE = 1.0  # seconds between two looks at what the main process does
 
 
@@ -76,73 +42,22 @@ _PATIENCE = 1.0  # seconds between two looks at what the main process does
 Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 
-class Run:
+class Run(RunContext):
     """
     One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
 
     Args:
-        args: The options.
-        phases: Training arguments by the name of the phase.
+        options: What is asked for.
         folder: Receives the drafter.
         measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
-        rates: Gives learning rates by what is trained, for a width of the target; none where those of `phases` hold.
     """
 
-    def __init__(
-        self,
-        args: RecipeArguments,
-        phases: dict[str, GumihoTrainingArguments],
-        folder: Path,
-        measures: Measures,
-        rates: Callable[[int], dict[str, float]] = lambda width: {},
-    ):
-        self.rates = rates
-        self.args, self.phases, self.folder, self.work = args, phases, folder, folder / "work"
+    def __init__(self, options: Options, folder: Path, measures: Measures):
+        super().__init__(options, folder)
         self.measures = measures
-        self.training_args = next(iter(phases.values()))
         self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
-        self._target: PreTrainedModel | None = None
-        self.fields = drafter_fields(args)
         self.has_begun = (self.work / MADE_FROM).exists()
-        if args.drafter is not None:  # whose positions may be fewer than the target's
-            args.max_length = min(args.max_length, self.drafter_config.get_text_config().max_position_embeddings)
-
-    @property
-    def target(self) -> PreTrainedModel:
-        """The target, loaded when it is first needed."""
-        if self._target is None:
-            with unsplit_models(self.training_args):
-                self._target = load_target(self.args)
-        return self._target
-
-    def release_target(self) -> None:
-        """Lets the target go, so that a process never holds two."""
-        self._target = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    @cached_property
-    def target_config(self) -> Any:
-        """The target's config."""
-        folders = self.args.features
-        name = Path(folders[0]) / TARGET_FOLDER if folders else self.args.target
-        with as_user_errors(), damaged_files_named(name):
-            return AutoConfig.from_pretrained(name)
-
-    @cached_property
-    def drafter_config(self) -> GumihoConfig:
-        """The config of the drafter."""
-        if self.args.drafter is None:
-            return GumihoConfig.from_target(self.target_config, **self.fields)
-        with as_user_errors():
-            return GumihoConfig.from_pretrained(self.args.drafter, **resolved(self.fields, self.target_config))
-
-    @property
-    def layers(self) -> TargetLayers | None:
-        """The target's layers that the drafter reads, if not the last states alone."""
-        return self.drafter_config.layers_read(self.target_config)
 
     @cached_property
     def target_contents(self) -> dict[str, Any]:
@@ -160,16 +75,6 @@ class Run:
     def cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
         return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
-
-    @cached_property
-    def rows(self) -> Any:
-        """The rows of the data that can be used; `None` where the target writes its own questions."""
-        args = self.args
-        if args.writes_prompts:
-            return None
-        rows, report = load_rows(args, load_tokenizer(args), self.target_config, answered=not args.regenerate)
-        say(report)
-        return rows
 
     def forget(self, stage: str) -> None:
         """
@@ -196,60 +101,6 @@ class Run:
         listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
         ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
 
-    def plan(self) -> None:
-        """
-        Prints what the run will take, and decides whether states are kept. Raises `OSError` where the disk has no room
-        for it, and `ValueError` where a device has too little memory.
-        """
-        args, phases = self.args, list(self.phases.values())
-        num_rows, length = self._size_of_data()
-        self._fit_to_target()
-        measures = self.target_config, self.drafter_config, num_rows, length
-        needs = estimate(args, phases, *measures)
-        if args.cache_features == "auto" and args.features is None:
-            # What extracts states without training is to keep them.
-            keeps = "features" in args.stages and "train" not in args.stages
-            disk = sum(need.disk for need in needs.values())
-            reason = "" if keeps else caching_pays(args, phases, disk, self.folder)
-            args.cache_features = "false" if reason else "true"
-            say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
-            needs = estimate(args, phases, *measures)
-        say(f"{describe(needs)}\n{num_rows:,} rows of data, {length:.0f} tokens each")
-        say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
-        if not args.ignore_plan:
-            check_fits(needs, self.folder, self.training_args.device, args.device_map is not None)
-
-    def _fit_to_target(self) -> None:
-        """Gives phases what the target decides: the learning rate, and a new drafter's share of the tokens."""
-        config = self.target_config.get_text_config(decoder=True)
-        rates = self.rates(state_width(config))
-        share = RECIPES[self.args.recipe].vocabulary_share if self.args.drafter is None else 1
-        for phase in self.phases.values():
-            if rates:
-                has_heads_alone = phase.train_only in ("parallel", "transition")
-                kind = "heads" if has_heads_alone else "new" if self.args.drafter is None else "further"
-                phase.learning_rate = rates[kind]
-            if share < 1 and phase.draft_vocabulary_size is None:
-                phase.draft_vocabulary_size = int(config.vocab_size * share)
-
-    def _size_of_data(self) -> tuple[int, float]:
-        """Returns the number of rows, and the tokens of one: those of some rows with answers, or else of prompts."""
-        args = self.args
-        if args.features is not None:
-            lengths = [length for folder in args.features for length in CacheManifest.load(Path(folder)).lengths]
-            return len(lengths), sum(lengths) / len(lengths)
-        rows = self.rows
-        if rows is None:
-            return args.num_prompts, (args.max_prompt_tokens + args.max_new_tokens) * ANSWER_SHARE
-        sample, tokenizer = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1))), load_tokenizer(args)
-        max_length = row_length(args, self.target_config)
-        if args.regenerate:
-            tokens = sum(len(tokenizer(first_question(row) or "")["input_ids"]) for row in sample) / len(sample)
-            return len(rows), min(tokens + ANSWER_SHARE * args.max_new_tokens, max_length)
-        encoded, _ = prepare_dataset(sample, tokenizer, self.target_config, max_length=max_length, packing=False)
-        lengths = row_lengths(encoded) or [0]
-        return len(rows), sum(lengths) / len(lengths)
-
     def run(self) -> None:
         """Runs the stages that are not finished."""
         chosen = [stage for stage in STAGES if stage in self.args.stages]
@@ -257,25 +108,48 @@ class Run:
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
+        pending = [stage for stage in chosen if not self._has_ended(stage)]
+        if self.has_accelerator and not self.args.ignore_plan and {"write", "features", "train"} & {*pending}:
+            try_stages(self, pending)
+        self._keep_options()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
         for number, stage in enumerate(chosen, 1):
             say(f"[{number}/{len(chosen)}] {stage}")
             steps.get(stage, partial(self.measure, stage))()
             PartialState().wait_for_everyone()
 
+    def _has_ended(self, stage: str) -> bool:
+        if stage == "train":
+            return all(map(is_there, self.phases.values()))
+        place = (self.work, self.answers.name) if stage == "write" else (self.work / stage,)
+        return Manifest(*place).is_finished
+
+    def _keep_options(self) -> None:
+        """Prints the options, unless they are as before, and keeps them."""
+        path, resolved = self.work / RESOLVED, self.options.resolved()
+        before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+        PartialState().wait_for_everyone()
+        if before == resolved:
+            say(f"options: as before, in {path}")
+            return
+        text = yaml.safe_dump(resolved, sort_keys=False)
+        say(f"options, which {path} keeps:\n{text}")
+        if self.is_main:
+            path.write_text(text, encoding="utf-8")
+
     def _choose_source(self) -> None:
         """Takes the source of states that the run began with, or records it."""
-        record, args = Record(self.work / MADE_FROM), self.args
+        manifest, args = Manifest(self.work), self.args
         if args.cache_features == "auto":
-            args.cache_features = str(record.made_from.get("cache_features", "true"))
+            args.cache_features = str(manifest.made_from.get("cache_features", "true"))
         if "features" not in args.stages and not (self.work / "features").exists():
             args.cache_features = "false"
         made_from = {"cache_features": args.cache_features}
         if args.features is None:
-            record.check(made_from, "Give this value again, or begin anew with --restart features.")
+            manifest.check(made_from, "Give this value again, or begin anew with --restart features.")
         PartialState().wait_for_everyone()
         if self.is_main:
-            record.write(made_from)
+            manifest.write(made_from)
 
     def write(self) -> None:
         """Lets the target answer."""
@@ -284,16 +158,12 @@ class Run:
             return
         contents = {} if args.endpoint is not None else self.target_contents
         contents = contents | writing_contents(args, load_tokenizer(args), self.rows, seed)
-        if not self.answers.exists():
-            shutil.rmtree(self.work / "write", ignore_errors=True)
-
-        def write() -> None:
-            target = None if args.endpoint is not None else self.target
-            write_answers(
-                args, load_tokenizer(args), self.answers, seed, self.rows, target, self.training_args.pass_budget
-            )
-
-        self._once("write", contents, write, alone=False)
+        manifest = Manifest(self.work, self.answers.name)
+        if self._is_finished(manifest, contents, "write") and self.answers.exists():
+            say("write: finished before")
+            return
+        target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
+        write_answers(args, load_tokenizer(args), self.answers, seed, self.rows, target, budget, contents)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
@@ -301,30 +171,26 @@ class Run:
         if args.features is not None or args.cache_features == "false":
             return
         contents, (trained, held_out) = self.cache_contents, self._split()
-        record = Record(self.work / "features" / MADE_FROM)
+        is_finished = self._is_finished(Manifest(self.work / "features"), contents, "features")
         folders = [folder for folder in (self.work / "features", self.work / "held_out") if folder.exists()]
-        if self.is_main and record.is_finished and not all(map(is_complete, folders)):
-            record.write(record.made_from)  # what is missing or damaged is written again
-        PartialState().wait_for_everyone()
-
-        def extract() -> None:
-            tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
-            num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
-            with self.training_args.main_process_first(desc="preparing the data"):
-                evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
-                learned, report = prepared(args, tokenizer, self.target.config, trained)
-            say(f"training data: {report}")
-            for name, dataset in (("held_out", evaluated), ("features", learned)):
-                if dataset is None:
-                    continue
-                size = cache_size(dataset, self.target.config, dtype, self.layers)
-                say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
-                write_feature_cache(
-                    dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                    target_layer_ids=self.layers, tokens_per_batch=num_tokens,
-                )  # fmt: skip
-
-        self._once("features", contents, extract, alone=False)
+        if is_finished and all(map(is_complete, folders)):
+            say("features: finished before")
+            return
+        tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
+        num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
+        with self.training_args.main_process_first(desc="preparing the data"):
+            evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
+            learned, report = prepared(args, tokenizer, self.target.config, trained)
+        say(f"training data: {report}")
+        for name, dataset in (("held_out", evaluated), ("features", learned)):
+            if dataset is None:
+                continue
+            size = cache_size(dataset, self.target.config, dtype, self.layers)
+            say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
+            write_feature_cache(
+                dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
+                target_layer_ids=self.layers, tokens_per_batch=num_tokens,
+            )  # fmt: skip
 
     def train(self) -> None:
         """Trains the drafter."""
@@ -335,14 +201,12 @@ class Run:
         elif args.cache_features == "true":
             self.release_target()  # its memory is the training's
             folders, contents = [str(self.work / "features")], self.cache_contents
-            kept = Record(self.work / "features" / MADE_FROM)
-            kept.check(contents, "Give these values again, or begin anew with --restart features.")
+            self._is_finished(Manifest(self.work / "features"), contents, "features")
             held_out = self.work / "held_out"
-            data = cached_data(folders, 0, seed, held_out if (held_out / MANIFEST).exists() else None)
+            data = cached_data(folders, 0, seed, held_out if (held_out / MADE_FROM).exists() else None)
         else:
             contents = self.rows_contents
             data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
-        self._fit_to_target()
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target
@@ -377,26 +241,26 @@ class Run:
         self._once(stage, contents, measure)
         gc.collect()
 
-    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None], alone: bool = True) -> None:
+    def _is_finished(self, manifest: Manifest, contents: dict[str, Any], stage: str) -> bool:
+        """Returns whether a result is finished; raises `ValueError` where it was made from other contents."""
+        manifest.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
+        PartialState().wait_for_everyone()
+        return manifest.is_finished
+
+    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None]) -> None:
         """
-        Does the work of a stage unless it is finished, `alone` in the main process. The others then wait as long as it
-        takes, which may be longer than a barrier waits.
+        Does the work of a stage in the main process, unless it is finished. The others wait as long as it takes, which
+        may be longer than a barrier waits.
         """
-        record = Record(self.work / stage / MADE_FROM)
-        record.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
-        if record.is_finished:
+        manifest = Manifest(self.work / stage)
+        if self._is_finished(manifest, contents, stage):
             say(f"{stage}: finished before")
             return
-        PartialState().wait_for_everyone()
         if self.is_main:
-            record.write(contents)
-        if self.is_main or not alone:
+            manifest.write(contents)
             work()
-        if not alone:
-            PartialState().wait_for_everyone()
-        if self.is_main:  # a feature cache records more in the same file
-            record.write(Record(record.path).made_from | contents, is_finished=True)
-        while not Record(record.path).is_finished:
+            manifest.write(contents, is_finished=True)
+        while not Manifest(self.work / stage).is_finished:
             time.sleep(_PATIENCE)
 
     def _write_prompts(self) -> int:

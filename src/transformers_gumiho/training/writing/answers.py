@@ -1,7 +1,9 @@
 """Letting the target answer itself: a drafter has to imitate what the target says, not what someone else said."""
 
+import json
 import random
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from ..data.conversations import Example, first_question, read_row
+from ..data.conversations import Example
 from ..data.datasets import MalformedRowError
 from ..data.fingerprint import conversations_fingerprint, tokenizer_fingerprints
 from ..data.open_text import with_template_kwargs
-from ..data.preparation import plain_rows
+from ..data.preparation import read_prompts
 from ..data.rendering import Renderer
 from .requests import Completion, Request, Sampling, Task
 from .row_file import Engine, in_words, row_file
@@ -53,6 +55,7 @@ def regenerate_dataset(
     settings: WritingSettings | None = None,
     *,
     chat_template_kwargs: dict[str, Any] | None = None,
+    made_from: dict[str, Any] | None = None,
 ) -> None:
     """
     Writes the dataset again as JSONL, with every assistant turn replaced by what the target says there: after its own
@@ -67,12 +70,13 @@ def regenerate_dataset(
     batches, and the first one puts them together; behind a server, the first one writes alone.
 
     Args:
-        dataset: Rows in any of the forms of [`read_row`].
+        dataset: Rows in any of the forms of [`read_row`], or what [`read_prompts`] reads of them.
         engine: Runs the target: a [`LocalEngine`] or a [`ServerEngine`].
         tokenizer: The target's.
         output_file: The new dataset.
         settings: How the target answers.
         chat_template_kwargs: Arguments of the chat template, such as `{"enable_thinking": False}`.
+        made_from: What identifies the answers, where that is known without looking at the rows and the loaded target.
 
     Raises:
         EndpointError: The server does not answer. What was written stays.
@@ -81,37 +85,54 @@ def regenerate_dataset(
         OSError: The disk is full, or another run writes there. What was written stays.
     """
     settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
-    dataset, renderer = plain_rows(dataset), Renderer(tokenizer)
-    begun_with = {"rows": conversations_fingerprint(dataset)} | engine.made_from
-    begun_with |= tokenizer_fingerprints(tokenizer) | asdict(settings)
+    prompts, renderer = read_prompts(dataset, tokenizer, settings.num_prompt_tokens), Renderer(tokenizer)
+    if made_from is None:
+        made_from = {"rows": conversations_fingerprint(prompts.select_columns("conversation"))} | engine.made_from
+        made_from |= tokenizer_fingerprints(tokenizer) | asdict(settings)
 
     def begin(number: int) -> Task:
-        return write_row(number, dataset[number], renderer, settings)
+        return write_row(number, prompts[number], renderer, settings)
 
-    with row_file(output_file, begun_with) as file:
-        file.write(_batches(dataset, engine.batch_size or len(dataset)), begin, engine, "target answers")
-        rows = file.rows()
-        ended = [turn["ended"] for row in rows for turn in row.get("generations", [])]
-        reasons = [row.get("skipped") or row["left_out"] for row in rows if {"skipped", "left_out"} & {*row}]
-        report = f"{len(rows):,} rows with {len(ended):,} answers. Left out: {in_words(reasons)}."
-        if (num_cut := ended.count(False)) > _MANY_CUT * len(ended):
-            report += f" {num_cut / len(ended):.0%} of the answers were cut at a limit: raise `--max_new_tokens`."
-        file.finish(rows, report)
-    if not ended:
+    with row_file(output_file, made_from) as file:
+        file.write(_longest_first(prompts), begin, engine, "target answers")
+        report, num_answers = _report(file.rows(), settings)
+        file.finish(file.rows(), report)
+    if not num_answers:
         raise UserValueError(f"No row could be answered: {report}")
+
+
+def _report(rows: Iterable[dict[str, Any]], settings: WritingSettings) -> tuple[str, int]:
+    """Returns what became of the rows, and the number of answers."""
+    num_rows, num_answers, reasons, cut = 0, 0, list[str](), Counter[str]()
+    for row in rows:
+        num_rows += 1
+        reasons += [row[name] for name in ("skipped", "left_out") if name in row]
+        for turn in row.get("generations", []):
+            num_answers += 1
+            if not turn["ended"]:
+                is_long = len(turn["answer_ids"]) >= settings.max_new_tokens
+                cut["--max_new_tokens" if is_long else "--max_length"] += 1
+    report = f"{num_rows:,} rows with {num_answers:,} answers. Left out: {in_words(reasons)}."
+    if cut.total() > _MANY_CUT * num_answers:
+        ((option, _),) = cut.most_common(1)
+        report += f" {cut.total() / num_answers:.0%} of the answers were cut at a limit: raise `{option}`."
+    return report, num_answers
 
 
 def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings: WritingSettings) -> Task:
     """Asks for what belongs into a row; what it draws depends on the row's number alone."""
+    if row["problem"]:
+        return {"skipped": row["problem"]}
     chance = random.Random(f"{settings.seed} {number}")
     sampling = settings.sampling if chance.random() < settings.sampling.share else None
     generations: list[dict[str, Any]] = []
     written: dict[str, Any] = {}
+    example, prompt = Example(**json.loads(row["conversation"])), row["prompt_ids"]
+    history = example.messages[: example.turns[0]]
     try:
-        example = read_row(row, bool(renderer.tokenizer.chat_template), answered=False)
-        history = example.messages[: example.turns[0]]
         for turn, following in zip(example.turns, [*example.turns[1:], None], strict=True):
-            prompt = _prompt(renderer, history, example, settings)
+            if generations:  # what it reads first is in the row
+                prompt = renderer.prompt(history, example.extras)
             text, generation = yield from _ask(prompt, renderer, settings, sampling, chance.getrandbits(31))
             generations.append(generation)
             history = [*history, {"role": "assistant", "content": text}]
@@ -151,22 +172,6 @@ def _ask(
     return text, {"prompt_ids": prompt, "answer_ids": ids, "ended": ended}
 
 
-def _prompt(
-    renderer: Renderer, history: list[dict[str, Any]], example: Example, settings: WritingSettings
-) -> list[int]:
-    if example.text:
-        ids = renderer.prompt(history, {}, is_text=True)
-        return ids[: settings.num_prompt_tokens] if example.text == "text" else ids
-    try:
-        return renderer.prompt(history, example.extras)
-    except MalformedRowError:  # some templates want an answer without the marks around its reasoning
-        said = [
-            m | {"content": renderer.after_marks(m["content"])} if m["role"] == "assistant" and m["content"] else m
-            for m in history
-        ]
-        return renderer.prompt(said, example.extras)
-
-
 def loops(ids: list[int]) -> bool:
     """Whether tokens end in a phrase that is said again and again."""
     tail = ids[-_LOOP_TOKENS:]
@@ -174,8 +179,7 @@ def loops(ids: list[int]) -> bool:
     return len(tail) == _LOOP_TOKENS and any(tail[size:] == tail[:-size] for size in phrases)
 
 
-def _batches(dataset: Dataset, batch_size: int) -> list[list[int]]:
-    """Returns the numbers of the rows of each batch: of like length, the longest first."""
-    lengths = [len(first_question(row) or "") for row in dataset]
-    numbers = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    return [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
+def _longest_first(prompts: Dataset) -> list[int]:
+    """Returns the numbers of the rows: those with long prompts first, so that like ones are answered together."""
+    lengths = [len(ids or ()) for ids in prompts["prompt_ids"]]
+    return sorted(range(len(lengths)), key=lambda number: -lengths[number])

@@ -1,29 +1,22 @@
-"""A target in this process, which continues batches of prompts: rows leave a batch as they end."""
+"""A target in this process, which continues batches of rows: as some end, others take their places."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from ...commands import UserValueError
-from ...generation.verification.placement import input_device
-from ...internals import CACHE_NAME
+from ...generation.verification.traits import input_device
+from ...internals import CACHE_NAME, sampling_warpers
 from ..data.budget import within_budget
 from ..data.fingerprint import VOLATILE, model_fingerprint
 from ..data.target_runs import ONE_ROW_EACH, why_not_finite
@@ -54,11 +47,11 @@ def own_settings(config: GenerationConfig) -> dict[str, Any]:
 
 class LocalEngine:
     """
-    Writes with a target in this process.
+    Writes with a target in this process: whenever rows of a batch end, others take their places.
 
     Args:
         target: The target.
-        batch_size: Tasks at a time.
+        batch_size: Rows at a time. It is halved where the device's memory is too small for the batch.
         tokens_per_pass: Tokens of prompts that the target reads at a time, with padding; by default all of a batch.
 
     Raises:
@@ -71,6 +64,8 @@ class LocalEngine:
         self.target, self.batch_size, self.tokens_per_pass = target.eval(), batch_size, tokens_per_pass
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
+        # Rows join and leave a cache that holds all their tokens. Elsewhere all rows of a batch end before others.
+        self._is_open = all(type(layer) is DynamicLayer for layer in DynamicCache(config=target.config).layers)
 
     @property
     def made_from(self) -> dict[str, Any]:
@@ -79,60 +74,157 @@ class LocalEngine:
         return {"target": model_fingerprint(self.target), "generation_config": own}
 
     def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields the numbers and rows of the `tasks`, one batch, as they end; `is_proven` is for servers."""
-        running = dict(tasks)
-        completions: dict[int, Any] = dict.fromkeys(running)
-        while completions:
-            requests: dict[int, Request] = {}
+        """
+        Yields the numbers and rows of the `tasks` as they end; `is_proven` is for servers. Raises `ValueError` if what
+        the target computes is not finite.
+        """
+        left, running, waiting = iter(tasks), dict[int, Task](), list[_Row]()
+        batch, answered = _Batch([], self.target, self._is_open), list[_Row]()
+        while True:
+            new = dict(islice(left, max(self.batch_size - len(running), 0)))
+            running |= new
+            if not running:
+                return
+            completions: dict[int, Any] = dict.fromkeys(new)
+            completions |= {row.number: (row.found, row.has_ended) for row in answered}
             for number, completion in completions.items():
                 try:
-                    requests[number] = running[number].send(completion)
+                    waiting.append(_Row(number, running[number].send(completion)))
                 except StopIteration as end:
+                    del running[number]
                     yield number, end.value
-            completions = dict(zip(requests, self.complete(list(requests.values())), strict=True))
+            try:
+                answered = self._step(batch, waiting)
+            except torch.OutOfMemoryError:
+                if self.batch_size == 1:
+                    raise
+                # Rows begin again where they are, with fewer beside them.
+                rows = {row.number: row for row in [*batch.rows, *waiting]}.values()
+                answered, waiting = [row for row in rows if row.is_done], [row for row in rows if not row.is_done]
+                batch, num_rows = _Batch([], self.target, self._is_open), min(self.batch_size, len(rows))
+                self.batch_size = max(num_rows // 2, 1)
+                tqdm.write(f"The device's memory is too small for {num_rows} rows: now {self.batch_size} at a time.")
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answers requests, as many at a time as `tokens_per_pass` allows. Raises `ValueError` as [`run`] does."""
-        lengths = [len(request.prompt_ids) for request in requests]
-        found: dict[int, Completion] = {}
-        for group in within_budget(range(len(requests)), lengths, self.tokens_per_pass or sys.maxsize):
-            found |= zip(group, self._complete([requests[number] for number in group]), strict=True)
+        """Answers requests. Raises `ValueError` as [`run`] does."""
+
+        def ask(request: Request) -> Any:
+            return (yield request)
+
+        found: dict[int, Any] = dict(self.run((number, ask(request)) for number, request in enumerate(requests)))
         return [found[number] for number in range(len(requests))]
 
     @torch.inference_mode()
-    def _complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answers requests as one batch. Raises `ValueError` if what the target computes is not finite."""
-        ends, device = self.ends.union(*(request.ends for request in requests)), input_device(self.target)
-        padding, longest = min(ends, default=0), max((len(request.prompt_ids) for request in requests), default=0)
-        gaps = [longest - len(request.prompt_ids) for request in requests]
+    def _step(self, batch: "_Batch", waiting: list["_Row"]) -> list["_Row"]:
+        """Lets rows that wait join the batch, continues it by a piece, and returns the rows that have ended."""
+        ended, joined = list[_Row](), set[int]()
+        if self._is_open or not batch.rows:
+            joining = waiting[: self.batch_size - len(batch.rows)]
+            lengths = [len(row.tokens) for row in joining]
+            groups = within_budget(range(len(joining)), lengths, self.tokens_per_pass or sys.maxsize)
+            for group in groups if self._is_open else groups[:1]:
+                new = _Batch([joining[place] for place in group], self.target, self._is_open)
+                joined |= {row.number for row in new.rows}
+                if self._is_open:
+                    ended += self._continue(new, 1)
+                batch.join(new)
+        ended += self._continue(batch, _NUM_TOKENS)
+        waiting[:] = [row for row in waiting if row.number not in joined]
+        return ended
+
+    def _continue(self, batch: "_Batch", num_tokens: int) -> list["_Row"]:
+        """Continues a batch by a number of tokens, and returns the rows that have ended, which leave it."""
+        rows = batch.rows
+        if not rows:
+            return []
+        ends = self.ends.union(*(row.request.ends for row in rows))
+        # To the nearest limit of a row: no row is continued beyond its own.
+        room = min(row.request.max_new_tokens - len(row.found) for row in rows)
+        settings: dict[str, Any] = {"pad_token_id": min(ends, default=0), "eos_token_id": sorted(ends) or None}
+        settings |= ONE_ROW_EACH | _IN_PIECES | ({CACHE_NAME: batch.cache} if self._is_open else {})
+        output = self.target.generate(
+            batch.ids, attention_mask=batch.mask, max_new_tokens=min(room, num_tokens) if self._is_open else room,
+            logits_processor=LogitsProcessorList([_Choice(rows, batch.ids.shape[1], self.target)]), **settings,
+        )  # fmt: skip
+        for row, new in zip(rows, output[:, batch.ids.shape[1] :].tolist(), strict=True):
+            row.found += new[: next((index + 1 for index, token in enumerate(new) if token in ends), len(new))]
+            row.has_ended = row.found[-1] in ends
+        return batch.leave(output)
+
+
+@dataclass
+class _Row:
+    """A request, and what is found of its answer."""
+
+    number: int
+    request: Request
+    found: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the target has read or written."""
+        return self.request.prompt_ids + self.found
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_ended or len(self.found) == self.request.max_new_tokens
+
+
+class _Batch:
+    """
+    Rows that are continued together. Their tokens and the cache of all but the last ones are padded on the left.
+
+    Args:
+        rows: The rows.
+        target: The target.
+        has_cache: Whether there is a cache.
+    """
+
+    def __init__(self, rows: Sequence[_Row], target: PreTrainedModel, has_cache: bool):
+        self.rows, device = [*rows], input_device(target)
+        width = max((len(row.tokens) for row in rows), default=0)
+        gaps = [width - len(row.tokens) for row in rows]
         # Padded with tokens of their own: penalties on repetition count them.
-        prompts = [r.prompt_ids[:1] * gap + r.prompt_ids for gap, r in zip(gaps, requests, strict=True)]
-        ids, places = torch.tensor(prompts, device=device), torch.arange(longest, device=device)
-        mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
-        cache = DynamicCache(config=self.target.config)
-        rows_leave = all(type(layer) is DynamicLayer for layer in cache.layers)
-        settings = ONE_ROW_EACH | _IN_PIECES | {"pad_token_id": padding, "eos_token_id": sorted(ends) or None}
-        settings |= {CACHE_NAME: cache} if rows_leave else {}
-        found: list[list[int]] = [[] for _ in requests]
-        rows = list(range(len(requests)))
-        while rows:
-            # To the nearest limit of a row: no row is continued beyond its own.
-            room = min(requests[row].max_new_tokens - len(found[row]) for row in rows)
-            choice = _Choice([requests[row] for row in rows], longest, self.target)
-            output = self.target.generate(
-                ids, attention_mask=mask, max_new_tokens=min(room, _NUM_TOKENS) if rows_leave else room,
-                logits_processor=LogitsProcessorList([choice]), **settings,
-            )  # fmt: skip
-            for row, new in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
-                found[row] += new[: next((index + 1 for index, token in enumerate(new) if token in ends), len(new))]
-            is_open = [found[r][-1] not in ends and len(found[r]) < requests[r].max_new_tokens for r in rows]
-            # In the computer's memory: it indexes layers on any device.
-            kept = torch.tensor(is_open, device="cpu").nonzero()[:, 0]
-            if rows_leave and len(kept):
-                cache.batch_select_indices(kept)
-            mask = pad(mask, (0, output.shape[1] - ids.shape[1]), value=1)[kept.to(device)]
-            ids, rows = output[kept.to(output.device)], [rows[index] for index in kept.tolist()]
-        return [(new, new[-1] in ends) for new in found]
+        padded = [row.tokens[:1] * gap + row.tokens for gap, row in zip(gaps, rows, strict=True)]
+        self.ids = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
+        places = torch.arange(width, device=device)
+        self.mask = (places >= torch.tensor(gaps, device=device)[:, None]).long()
+        self.cache: Any = DynamicCache(config=target.config) if has_cache else None
+
+    def join(self, new: "_Batch") -> None:
+        """Takes the rows of another batch, which has a cache where this one does."""
+        if not self.rows:
+            self.rows, self.ids, self.mask, self.cache = new.rows, new.ids, new.mask, new.cache
+        if not new.rows or self.rows is new.rows:
+            return
+        width = max(self.ids.shape[1], new.ids.shape[1])
+        both = [(batch, width - batch.ids.shape[1]) for batch in (self, new)]
+        for number, layer in enumerate(() if self.cache is None else self.cache.layers):
+            for name in ("keys", "values"):
+                parts = [(getattr(batch.cache.layers[number], name), gap) for batch, gap in both]
+                setattr(layer, name, torch.cat([pad(states, (0, 0, gap, 0)) for states, gap in parts]))
+        self.ids = torch.cat([torch.cat((batch.ids[:, :1].expand(-1, gap), batch.ids), dim=1) for batch, gap in both])
+        self.mask = torch.cat([pad(batch.mask, (gap, 0)) for batch, gap in both])
+        self.rows += new.rows
+
+    def leave(self, output: torch.Tensor) -> list[_Row]:
+        """Takes the tokens `(B, L)` that a piece ends with, drops rows that are done, and returns these."""
+        done = [row for row in self.rows if row.is_done]
+        self.mask = pad(self.mask, (0, output.shape[1] - self.ids.shape[1]), value=1)
+        # In the computer's memory: it indexes layers on any device.
+        kept = torch.tensor([place for place, row in enumerate(self.rows) if not row.is_done], device="cpu")
+        self.rows = [row for row in self.rows if not row.is_done]
+        if not self.rows:
+            return done
+        unused = output.shape[1] - max(len(row.tokens) for row in self.rows)  # columns of padding alone
+        self.ids, self.mask = (tensor[kept.to(tensor.device), unused:] for tensor in (output, self.mask))
+        if self.cache is not None:
+            if done:
+                self.cache.batch_select_indices(kept)
+            for layer in self.cache.layers:
+                layer.keys, layer.values = layer.keys[..., unused:, :], layer.values[..., unused:, :]
+        return done
 
 
 class _Choice(LogitsProcessor):
@@ -142,18 +234,15 @@ class _Choice(LogitsProcessor):
     are.
     """
 
-    def __init__(self, requests: Sequence[Request], prompt_length: int, target: PreTrainedModel):
+    def __init__(self, rows: Sequence[_Row], prompt_length: int, target: PreTrainedModel):
         self.prompt_length, self.dtype, device = prompt_length, target.dtype, input_device(target)
-        sampled = {row: request for row, request in enumerate(requests) if request.sampling is not None}
+        sampled = {place: row for place, row in enumerate(rows) if row.request.sampling is not None}
         self.rows = torch.tensor([*sampled], device=device, dtype=torch.long)
-        self.sampling = next((request.sampling for request in sampled.values()), None)
-        numbers = [
-            torch.rand(
-                request.max_new_tokens, generator=torch.Generator("cpu").manual_seed(request.seed), device="cpu"
-            )
-            for request in sampled.values()
-        ]
-        self.numbers = pad_sequence(numbers, batch_first=True).to(device) if numbers else torch.empty(0, device=device)
+        self.sampling = next((row.request.sampling for row in sampled.values()), None)
+        self.numbers = torch.empty(0, device=device)
+        if sampled:
+            numbers = [_numbers_of(row.request)[len(row.found) :] for row in sampled.values()]
+            self.numbers = pad_sequence(numbers, batch_first=True).to(device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Returns the scores `(B, V)`, in which sampled rows have one finite score each."""
@@ -167,11 +256,20 @@ class _Choice(LogitsProcessor):
         return scores.index_copy(0, rows, chosen)
 
 
+def _numbers_of(request: Request) -> torch.Tensor:
+    """Returns the random numbers `(max_new_tokens,)` of a request."""
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    return torch.rand(request.max_new_tokens, generator=generator, device="cpu")
+
+
 def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> torch.Tensor:
     """Returns the tokens `(B,)` that sampling takes from scores `(B, V)` at these random numbers `(B,)` in [0, 1)."""
     tokens = None
     if sampling.further:
-        probs = _warped(scores.float(), sampling).softmax(dim=-1)
+        fields = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        warpers = sampling_warpers(scores.device, **fields, **sampling.further)
+        ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)  # which these do not read
+        probs = warpers(ids, scores.float()).softmax(dim=-1)
     else:
         probs = (scores.float() / sampling.temperature).softmax(dim=-1)
     if not sampling.further and (sampling.top_k or sampling.top_p < 1):
@@ -187,25 +285,3 @@ def draw(scores: torch.Tensor, sampling: Sampling, numbers: torch.Tensor) -> tor
     places = (reached <= numbers[:, None] * reached[:, -1:]).sum(dim=-1)
     places = places.clamp(max=probs.shape[-1] - 1)[:, None]
     return (places if tokens is None else tokens.gather(1, places))[:, 0]
-
-
-def _warped(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Returns scores `(B, V)` as all of a target's warpers leave them, in the order of `generate()`."""
-    further, device = sampling.further, scores.device
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if "top_h" in further:
-        warpers.append(TopHLogitsWarper(top_h=further["top_h"]))
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(top_k=sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p=sampling.top_p))
-    if "min_p" in further:
-        warpers.append(MinPLogitsWarper(min_p=further["min_p"]))
-    if "typical_p" in further:
-        warpers.append(TypicalLogitsWarper(mass=further["typical_p"]))
-    if "epsilon_cutoff" in further:
-        warpers.append(EpsilonLogitsWarper(epsilon=further["epsilon_cutoff"]))
-    if "eta_cutoff" in further:
-        warpers.append(EtaLogitsWarper(epsilon=further["eta_cutoff"], device=str(device)))
-    ids = torch.zeros(len(scores), 0, dtype=torch.long, device=device)  # which these do not read
-    return torch.as_tensor(warpers(ids, scores))

@@ -90,20 +90,20 @@ def synthesize_dataset(
         raise UserValueError(f"There must be at least 1 prompt of 1 token, got {num_prompts} of {max_prompt_tokens}.")
     tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
     sampling, openings, useful = sampling or Sampling(), list(openings) or [""], list[str]()
-    begun_with = engine.made_from | {"openings": openings, "sampling": repr(sampling), "seed": seed}
-    begun_with |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens}
+    made_from = engine.made_from | {"openings": openings, "sampling": repr(sampling), "seed": seed}
+    made_from |= tokenizer_fingerprints(tokenizer) | {"max_prompt_tokens": max_prompt_tokens}
     turn, renderer = find_user_turn(tokenizer), Renderer(tokenizer)
     ask = partial(_ask, renderer, turn, openings, max_prompt_tokens, sampling, seed)
     together, num_written = engine.batch_size or _NUM_TOGETHER, 0
-    with row_file(output_file, begun_with) as file:
+    with row_file(output_file, made_from) as file:
         while len(useful) < num_prompts:
             # No more than are needed if all are useful: so the file is the same wherever a run was stopped.
             num_batches = math.ceil((num_prompts - len(useful)) / together)
             num_batches = num_batches if num_written else min(num_batches, _NUM_TRIED)
-            starts = [num_written + batch * together for batch in range(num_batches)]
-            file.write([range(start, start + together) for start in starts], ask, engine, "target asks")
-            num_written += num_batches * together
-            rows = file.rows()
+            numbers = range(num_written, num_written + num_batches * together)
+            file.write(numbers, ask, engine, "target asks")
+            num_written = numbers.stop
+            rows = list(file.rows())
             useful = _mark_duplicates(rows[:num_written])
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from glob import escape
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from tqdm import tqdm
 
 from ...commands import UserValueError
-from ..data.bars import progress_bar
-from ..data.run_files import append_rows, check_begun_with, complete_lines, cut_incomplete_line, sole_writer
+from ..data.bars import progress_bar, write_lines
+from ..data.manifest import Manifest, begin
+from ..data.run_files import append_rows, complete_lines, cut_incomplete_line, sole_writer
 from .local import LocalEngine
 from .requests import Task
 from .server import ServerEngine
@@ -33,7 +33,7 @@ def processes() -> PartialState:
 
 
 @contextmanager
-def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"]:
+def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]:
     """
     Opens a file of rows for this run alone.
 
@@ -46,8 +46,8 @@ def row_file(path: str | Path, begun_with: dict[str, Any]) -> Iterator["RowFile"
     file, is_main = RowFile(Path(path).absolute()), processes().is_main_process
     with sole_writer(file.path) if is_main else nullcontext():
         if is_main:
-            file.rows()  # a user's file is not touched
-            check_begun_with(file.path, begun_with)
+            file.lines()  # a user's file is not touched
+            begin(file.path, made_from)
         file.collect()
         yield file
         processes().wait_for_everyone()
@@ -61,43 +61,44 @@ class RowFile:
         number = self.state.process_index
         self.part = path.with_name(f"{path.name}.part{number}") if number else path
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of the file in their order; raises `ValueError` where it holds something else."""
+    def lines(self) -> dict[int, bytes]:
+        """Returns the lines of the file by the numbers of their rows; raises `ValueError` for something else."""
         try:
-            found = {row["row"]: row for row in map(json.loads, complete_lines(self.path))}
+            found = {json.loads(line)["row"]: line for line in complete_lines(self.path)}
         except (ValueError, KeyError, TypeError) as error:
             raise UserValueError(
                 f"{str(self.path)!r} holds a line that is damaged, or that this command did not write. Write into "
                 f"another file, or repair this one."
             ) from error
-        return [found[number] for number in sorted(found)]
+        return {number: found[number] for number in sorted(found)}
 
-    def write(
-        self, batches: Sequence[Sequence[int]], begin: Callable[[int], Task], engine: Engine, description: str
-    ) -> None:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of the file in their order: as Python's numbers, all tokens would not fit into memory."""
+        yield from map(json.loads, self.lines().values())
+
+    def write(self, numbers: Iterable[int], begin: Callable[[int], Task], engine: Engine, description: str) -> None:
         """
-        Writes those rows of the batches that are not there yet. Of several processes, each writes some batches, and
-        the first one puts them together; behind a server, it writes alone.
+        Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
+        first one puts them together; behind a server, it writes alone.
         """
-        done, state, num_tokens = self.rows(), self.state, 0
-        numbers, begin_time = {row["row"] for row in done}, time.perf_counter()
-        if engine.batch_size is None:
-            left = [number for batch in batches for number in batch if number not in numbers]
-            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
-            share: Sequence[Sequence[int]] = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
+        there, state, num_tokens, begin_time = self.lines(), self.state, 0, time.perf_counter()
+        left = [number for number in numbers if number not in there]
+        if engine.batch_size is not None:
+            share = [left[state.process_index :: state.num_processes]]
         else:
-            # Each batch is the same whenever and wherever it is written.
-            share = batches[state.process_index :: state.num_processes]
-            share = [batch for batch in share if not numbers.issuperset(batch)]
-        is_proven, hidden = any("skipped" not in row for row in done), not state.is_main_process
+            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
+            share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
+        is_proven, hidden = any("skipped" not in row for row in self.rows()), not state.is_main_process
         with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
-            for batch in share:
-                for number, row in engine.run(((number, begin(number)) for number in batch), is_proven):
+            for part in share:
+                for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
                     append_rows(self.part, [row | {"row": number}])
                     is_proven = is_proven or "skipped" not in row
                     num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
                     if num_tokens:
-                        progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s")
+                        progress.set_postfix_str(
+                            f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s", refresh=False
+                        )
                     progress.update()
         self.collect()
 
@@ -118,7 +119,9 @@ class RowFile:
             unfinished.unlink(missing_ok=True)
             append_rows(unfinished, rows)
             os.replace(unfinished, self.path)
-            tqdm.write(report)
+            manifest = Manifest(self.path.parent, self.path.name)
+            manifest.write(manifest.made_from, is_finished=True)
+            write_lines(report)
 
 
 def in_words(reasons: Iterable[str]) -> str:

@@ -174,10 +174,10 @@ class ServerEngine:
         return list(map(int, choice.token_ids)), choice.finish_reason in _ENDS
 
     def _by_text(self, request: Request) -> Completion:
-        prompt = self._renderer.decode(request.prompt_ids)
-        bos = self.tokenizer.bos_token
-        if bos and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
-            prompt = prompt.removeprefix(bos)  # the server's tokenizer puts it before every text itself
+        ids, begin = request.prompt_ids, [self.tokenizer.bos_token_id]
+        if self.tokenizer("a")["input_ids"][:1] == begin == ids[:1]:
+            ids = ids[1:]  # the server's tokenizer puts it before every text itself
+        prompt = self._renderer.decode(ids)
         settings: dict[str, Any] = {"stop": [request.stop]} if request.stop else {}
         choice = self._send(request, prompt=prompt, extra_body=self._keeps_marks, **settings)
         with self._lock:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....commands import UserError
 from ....model.modeling_gumiho import GumihoModel
-from ...pairs import own_settings
+from ...pairs import settings_of
 from ..arguments import DemoArguments, GenerateArguments
 from .markup import answer_html, tree_html, verdict_html
 from .race import Host, Race
@@ -96,7 +96,7 @@ class Page(gr.Blocks):
 
     def _list_settings(self, most: int) -> dict[str, gr.components.Component]:
         """Returns the component of each setting. Gradio refuses what is out of their range, whoever sends it."""
-        own = own_settings(self.host.target, self.host.drafter)
+        own = settings_of(self.host.target, self.host.drafter)
         nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
         whole: dict[str, Any] = {"step": 1, "precision": 0}
         return {

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ....commands import UserValueError
-from ....generation.verification.placement import input_device
-from ....generation.verification.traits import Unsupported
+from ....generation.verification.traits import Unsupported, input_device
 from ....model.modeling_gumiho import GumihoModel
 from ....training.data.open_text import encode_turn
 from ...pairs import use_options

@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ...generation.verification.placement import accelerators_of, input_device
-from .timing import DecodingTime, time_decoding
+from ...generation.verification.traits import input_device
+from .timing import DecodingTime, accelerators_of, time_decoding
 
 
 Prompts = Sequence[Sequence[int]]

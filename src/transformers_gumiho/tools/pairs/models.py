@@ -8,10 +8,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ...commands import UserError, UserValueError, as_user_errors
 from ...files import check_folder, damaged_files_named
-from ...generation.verification.placement import drafter_device
 from ...generation.verification.requirements import check_pair
 from ...generation.verification.target_memory import place_of
-from ...generation.verification.traits import TargetTraits
+from ...generation.verification.traits import TargetTraits, drafter_device
 from ...model.decoding_settings import DraftingSettings, override_settings
 from ...model.loading import is_drafter
 from ...model.modeling_gumiho import GumihoModel
@@ -59,16 +58,16 @@ def use_options(target: PreTrainedModel, drafter: GumihoModel, args: DraftingArg
     Raises:
         ValueError: A setting is out of range.
     """
-    config, before = drafter.generation_config, own_settings(target, drafter)
+    config, before = drafter.generation_config, settings_of(target, drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
     given = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(before, name)}
     apart = {name: given.pop(name) for name in ("prompt_lookup_num_tokens", "break_even") if name in given}
     override_settings(config, **given)
     config.update(**apart)
-    own_settings(target, drafter)
+    settings_of(target, drafter)
 
 
-def own_settings(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
+def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
     """Returns the settings with which the drafter drafts for a batch. Raises `ValueError` if one is out of range."""
     has_states = TargetTraits.of(target).has_states
     return DraftingSettings.from_generation_config(

@@ -31,15 +31,15 @@ from .. import (
 )
 from ..checkpoints import has_weights
 from ..checks import check_is_trained_here
+from ..data.manifest import Manifest, forced_differences
 from ..data.open_text import load_tokenizer
 from ..data.preparation import held_out_numbers
-from ..data.run_files import Record, forced_differences
-from ..feature_cache import MADE_FROM, TARGET_FOLDER
+from ..feature_cache import TARGET_FOLDER
 from .arguments import RecipeArguments
+from .contents import training_contents
+from .options import recipe_of
 from .progress import Bar, Progress, without_mismatches
-from .recipes import RECIPES
-from .records import training_contents
-from .writing import row_length, say
+from .target import row_length, say
 
 
 @dataclass
@@ -70,28 +70,27 @@ class Training:
         one before it.
         """
         args, work, start, trainer = self.args, self.folder / "work", self.args.drafter, None
-        # A single training is named "train", too, and has its own record in that folder.
-        whole, is_main = Record(work / "train" / "whole.json"), PartialState().is_main_process
+        whole, is_main = Manifest(work, "drafter"), PartialState().is_main_process
         for number, (name, planned) in enumerate(phases.items(), 1):
             training_args = self._fit_to_data(planned)
-            record = Record(Path(training_args.output_dir) / MADE_FROM)
-            contents = self.made_from | training_contents(args, training_args, start)
-            is_longer = _is_longer(record, contents, training_args, name)
+            manifest = Manifest(training_args.output_dir)
+            contents = self.made_from | training_contents(training_args, start)
+            is_longer = _is_longer(manifest, contents, training_args, name)
             PartialState().wait_for_everyone()
-            if not is_longer and _is_there(training_args):
+            if not is_longer and is_there(training_args):
                 say(f"{name}: finished before")
             else:
                 if is_main:
                     whole.write({})
-                    record.write(contents | _length_of(training_args))
+                    manifest.write(contents | _length_of(training_args))
                     for later in list(phases)[number:]:  # they began with what this one was before
                         shutil.rmtree(work / later, ignore_errors=True)
                 trainer = None  # that of the phase before, whose memory this one needs
                 trainer = self._train(f"{name} {number}/{len(phases)}", training_args, start)
             start = training_args.output_dir
         how = {"calibrate": args.calibrate, "num_eval_rows": args.num_eval_rows, "phases": [*phases]}
-        is_there = any(self.folder.glob("*model*.safetensors"))
-        if trainer is None and is_there and whole.is_finished and whole.made_from == how:
+        has_drafter = any(self.folder.glob("*model*.safetensors"))
+        if trainer is None and has_drafter and whole.is_finished and whole.made_from == how:
             check_files(self.folder, {})
             return
         # There is no trainer where the run was stopped after its last phase.
@@ -103,6 +102,22 @@ class Training:
         trainer.accelerator.wait_for_everyone()
         if is_main:
             whole.write(how, is_finished=True)
+
+    def try_step(self, training_args: GumihoTrainingArguments, num_tokens: int) -> None:
+        """Trains a step of one pass of this many tokens in each process, and keeps nothing."""
+        changes: dict[str, Any] = dict.fromkeys(("eval_strategy", "save_strategy", "logging_strategy"), "no")
+        changes |= dict.fromkeys(("load_best_model_at_end", "eval_on_start", "linear_start"), False)
+        changes |= {"max_steps": 1, "report_to": [], "disable_tqdm": True, "dataloader_num_workers": 0}
+        changes |= {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+        tried = replace(training_args, **changes)
+        if tried.tokens_per_step is not None:
+            # Rounded lengths, by which rows meet in a step, are larger.
+            tried.tokens_per_step, tried.tokens_per_pass = 2 * num_tokens * tried.world_size, num_tokens
+        trainer = self._trainer("trial", tried, self.args.drafter)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.free_memory()
 
     def _train(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
         """Trains one phase, and keeps its best drafter and its log."""
@@ -197,7 +212,7 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
     return state.global_step >= state.max_steps and (state.epoch or 0) >= training_args.num_train_epochs
 
 
-def _is_there(training_args: GumihoTrainingArguments) -> bool:
+def is_there(training_args: GumihoTrainingArguments) -> bool:
     """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
     folder = Path(training_args.output_dir)
     if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
@@ -210,14 +225,16 @@ def _length_of(training_args: GumihoTrainingArguments) -> dict[str, float]:
     return {"max_steps": training_args.max_steps, "num_train_epochs": training_args.num_train_epochs}
 
 
-def _is_longer(record: Record, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str) -> bool:
+def _is_longer(
+    manifest: Manifest, contents: dict[str, Any], training_args: GumihoTrainingArguments, name: str
+) -> bool:
     """Returns whether a phase is to be longer than it was; raises `ValueError` where anything else has changed."""
     now = _length_of(training_args)
-    before = {key: value for key, value in record.made_from.items() if key in now}
+    before = {key: value for key, value in manifest.made_from.items() if key in now}
     counts_steps = before.get("max_steps", -1) > 0
     if any(now[key] < value for key, value in before.items()) or counts_steps != (now["max_steps"] > 0):
         contents = contents | now
-    record.check(
+    manifest.check(
         contents, f"Give these values again, begin anew with --restart {name}, or choose another --output_dir."
     )
     is_longer = bool(before) and before != now
@@ -301,7 +318,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
     names = ("num_parallel_heads", "transition_rank", "target_layer_ids")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.drafter is None:
-        return RECIPES[args.recipe].config | given
+        return recipe_of(args)["config"] | given
     with as_user_errors():
         own = GumihoConfig.from_pretrained(args.drafter)
         check_is_trained_here(own)
@@ -309,7 +326,7 @@ def drafter_fields(args: RecipeArguments) -> dict[str, Any]:
         return given
     # An EAGLE head gets its first parallel heads: they begin where a Gumiho drafter's do.
     new = {"num_serial_tokens": min(own.num_serial_tokens, GumihoConfig.num_serial_tokens)}
-    return RECIPES[args.recipe].config | new | given
+    return recipe_of(args)["config"] | new | given
 
 
 def resolved(fields: dict[str, Any], target_config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the results of a run were made from: the options and contents that decide them, by stage and phase."""
+"""What the manifests of a run hold: the options and contents that decide its results, by stage and phase."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,11 +13,10 @@ from ..data.fingerprint import (
     file_fingerprint,
     tokenizer_fingerprints,
 )
-from ..data.run_files import Record
-from ..feature_cache import MADE_FROM
+from ..feature_cache import FeatureDataset
 from ..writing.local import own_settings
 from .arguments import RecipeArguments
-from .writing import generation_config
+from .target import generation_config
 
 
 # What locks a result that is not finished: another value would be another drafter. All else may change: batch sizes of
@@ -47,7 +46,7 @@ def writing_contents(args: RecipeArguments, tokenizer: Any, rows: Any, seed: int
         | {
             "sampling": asdict(args.sampling(own)),
             "generation_config": own_settings(own),
-            "data": None if rows is None else conversations_fingerprint(rows),
+            "data": None if rows is None else conversations_fingerprint(rows.select_columns("conversation")),
             "num_prompts": args.num_prompts if rows is None else None,
             "openings": None if args.openings is None else file_fingerprint(args.openings),
             "seed": seed,
@@ -67,7 +66,7 @@ def rows_contents(args: RecipeArguments, answers: Path, rows: Any, seed: int) ->
 
 def cached_contents(folders: Sequence[str], num_eval_rows: float) -> dict[str, Any]:
     """Returns what feature caches that a user names were made from."""
-    caches = [Record(Path(folder) / MADE_FROM).made_from for folder in folders]
+    caches = [FeatureDataset(folder).made_from for folder in folders]
     return caches[0] | {"data": [cache.get("data") for cache in caches], "num_eval_rows": num_eval_rows}
 
 
@@ -77,9 +76,7 @@ def drafter_contents(config: GumihoConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def training_contents(
-    args: RecipeArguments, training_args: GumihoTrainingArguments, start: str | None
-) -> dict[str, Any]:
+def training_contents(training_args: GumihoTrainingArguments, start: str | None) -> dict[str, Any]:
     """Returns what a phase is made from besides the data: its options, and the drafter that it begins with."""
     values = training_args.to_dict()
     return {name: values[name] for name in _LOCKS_DRAFTER} | {

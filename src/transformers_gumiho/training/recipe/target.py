@@ -20,6 +20,7 @@ from ...commands import as_user_errors
 from ...files import check_files, damaged_files_named, read_text
 from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_dataset, synthesize_dataset
 from ..data import open_text
+from ..data.bars import write_lines
 from ..data.datasets import load_conversations
 from ..data.preparation import usable_rows
 from ..writing.row_file import Engine, processes
@@ -67,13 +68,20 @@ def row_length(args: WritingArguments, config: PreTrainedConfig) -> int:
 
 
 def load_rows(
-    args: WritingArguments, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, answered: bool
+    args: WritingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    answered: bool,
+    num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    """Returns the rows of the data that can be answered, or that are `answered` and can be learned, and a report."""
-    rows = load_conversations(str(args.data), args.data_split)
-    rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
+    """Returns the prompts of the data, or the rows that are `answered` and can be learned, and a report."""
     limit = None if answered else args.max_new_tokens
-    return usable_rows(rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit)
+    with processes().main_process_first():  # the others read what it has prepared
+        rows = load_conversations(str(args.data), args.data_split)
+        rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
+        return usable_rows(
+            rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit, num_proc=num_proc
+        )
 
 
 def write_answers(
@@ -84,11 +92,12 @@ def write_answers(
     rows: Dataset | None = None,
     target: Any = None,
     tokens_per_pass: int | None = None,
+    made_from: dict[str, Any] | None = None,
 ) -> None:
     """
     Writes the target's answers as JSONL. Stopped, it continues when it is called again. Without `rows`, those of the
     data are read. Without `target`, it is loaded if no server runs it. It reads prompts of at most `tokens_per_pass`
-    tokens at a time.
+    tokens at a time. `made_from` identifies the answers.
     """
     with as_user_errors(), damaged_files_named(args.target):
         config = AutoConfig.from_pretrained(args.target)
@@ -114,11 +123,10 @@ def write_answers(
             sampling=Sampling(args.temperature or 1.0, args.top_p or 0.95, args.top_k or 0),
             seed=seed,
         )
-    regenerate_dataset(rows, engine, tokenizer, path, settings)
+    regenerate_dataset(rows, engine, tokenizer, path, settings, made_from=made_from)
 
 
 def say(text: str) -> None:
     """Prints a line in the first process."""
     if processes().is_main_process:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        write_lines(text)

@@ -1,0 +1,246 @@
+"""What fits on an accelerator: each stage to come runs its largest pass on random tokens before the first long one."""
+
+import gc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from ...commands import UserValueError
+from ...generation.verification.target_states import OutputHead
+from ...generation.verification.traits import input_device
+from ...internals import CACHE_NAME
+from ...model.modeling_gumiho import GumihoModel
+from ...model.target_shape import state_width
+from ..data.target_runs import ONE_ROW_EACH
+from ..feature_cache import CachedFeatures
+from ..feature_extraction import DEFAULT_BATCH_TOKENS
+from ..target_features import OnlineFeatures
+from .context import RunContext
+from .phases import Training, resolved
+from .target import say
+
+
+_NUM_DECODED = 8  # tokens, which take a few cycles
+
+
+class Trial(NamedTuple):
+    """
+    Attributes:
+        stage: The stage or phase.
+        run: Runs a pass of this many units.
+        size: The units that are planned.
+        smallest: The fewest that can be asked for.
+        unit: What they are.
+        way_out: What helps where not even these fit.
+    """
+
+    stage: str
+    run: Callable[[int], None]
+    size: int
+    smallest: int
+    unit: str
+    way_out: str
+
+
+def try_stages(run: RunContext, stages: Collection[str]) -> None:
+    """
+    Tries the largest pass of each of the stages, and lowers `tokens_per_pass`, and the batches of answers, until they
+    fit. Prints the peak of memory of each. All processes try the same, and what fails in one fails in all.
+
+    Raises:
+        ValueError: Not even a single row fits.
+    """
+    args, device = run.args, run.training_args.device
+    with _equal_memory(device):
+        for name in run.phases if "train" in stages else ():
+            if run.is_cached:
+                run.release_target()  # which is not there while the drafter trains
+            _limit_passes(run, _training(run, name), device)
+        if args.features is not None:
+            return
+        if "features" in stages and run.is_cached:
+            _limit_passes(run, _features(run), device)
+        if "write" in stages and args.regenerate and args.endpoint is None:
+            args.writing_batch_size = largest_that_fits(_writing(run), device)
+        if {"tune", "evaluate"} & {*stages}:
+            largest_that_fits(_decoding(run), device)
+        if args.endpoint is not None:
+            run.release_target()  # for the server, which may be on this device
+
+
+def _limit_passes(run: RunContext, trial: Trial, device: torch.device) -> None:
+    """Lowers `tokens_per_pass` of all phases to what fits, if that is less than planned."""
+    if (size := largest_that_fits(trial, device)) < trial.size:
+        for phase in run.phases.values():
+            phase.tokens_per_pass = size
+
+
+def largest_that_fits(trial: Trial, device: torch.device) -> int:
+    """
+    Returns the size, halved as often as necessary, with which a trial fits in all processes. Raises `ValueError` where
+    the smallest does not.
+    """
+    size, memory = trial.size, torch.get_device_module(device)
+    torch.empty(1, device=device)  # a device counts its memory from its first tensor on
+    while True:
+        if hasattr(memory, "reset_peak_memory_stats"):
+            memory.reset_peak_memory_stats(device)
+        try:
+            trial.run(size)
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+        # Beyond the handler: until then the error holds what the pass had computed.
+        peak = memory.max_memory_allocated(device) if hasattr(memory, "max_memory_allocated") else 0
+        _free(device)
+        if all(gather_object([fits])):
+            say(f"tried {trial.stage:<10} {size:>8,} {trial.unit:<6} {peak / 1e9:>6.1f} GB at the peak")
+            return size
+        if size <= trial.smallest:
+            raise UserValueError(
+                f"The stage {trial.stage!r} does not fit on {device} with {size:,} {trial.unit}, and there can be "
+                f"no fewer. What helps: {trial.way_out}. `--ignore_plan` starts all the same."
+            )
+        size = max(size // 2, trial.smallest)
+        say(f"tried {trial.stage:<10} too much memory: next with {size:,} {trial.unit}")
+
+
+def _training(run: RunContext, name: str) -> Trial:
+    """A step of a phase: forward, backward and optimizer."""
+    phase, length = run.phases[name], run.longest_row
+    counts_rows = phase.tokens_per_step is None
+    source = _RandomFeatures(run) if run.is_cached else run.target
+
+    def step(num_tokens: int) -> None:
+        num_rows = num_tokens // length
+        rows = [_random_row(run, source, length)] * (num_rows * phase.world_size)
+        data = {"train_dataset": rows, "eval_dataset": None}
+        Training(run.args, run.fields, data, lambda: source, {}, run.folder).try_step(phase, num_rows * length)
+
+    num_rows = phase.train_batch_size if counts_rows else max((phase.pass_budget or 0) // length, 1)
+    smaller = "--max_length, --loss_chunk_size" + " or --per_device_train_batch_size" * counts_rows
+    helps = f"a smaller {smaller}, or splitting the drafter (examples/accelerate/fsdp.yaml)"
+    return Trial(name, step, num_rows * length, num_rows * length if counts_rows else length, "tokens", helps)
+
+
+def _features(run: RunContext) -> Trial:
+    """Two batches: the target reads the next one while the host takes the states of the one before."""
+    length = run.longest_row
+
+    def read(num_tokens: int) -> None:
+        features = OnlineFeatures(run.target, run.layers)
+        batch = {"input_ids": _random_ids(run, num_tokens // length, length).to(input_device(run.target))}
+        kept = [features.states(batch) for _ in range(2)]
+        del kept
+
+    planned = length * max((run.training_args.pass_budget or DEFAULT_BATCH_TOKENS) // length, 1)
+    return Trial("features", read, planned, length, "tokens", "--device_map auto, or a smaller --max_length")
+
+
+def _writing(run: RunContext) -> Trial:
+    """The prompts of a batch in one pass, and then a step with a cache that holds the longest answers."""
+    args, budget = run.args, run.training_args.pass_budget or DEFAULT_BATCH_TOKENS
+
+    def write(num_rows: int) -> None:
+        num_prompt = min(max(budget // num_rows, 1), run.longest_row - 1)
+        num_all = min(num_prompt + args.max_new_tokens, run.longest_row)
+        ids = _random_ids(run, num_rows, num_prompt).to(input_device(run.target))
+        cache = DynamicCache(config=run.target.config)
+        settings: dict[str, Any] = ONE_ROW_EACH | {
+            "do_sample": False, "max_new_tokens": 1, "cache_implementation": None, CACHE_NAME: cache,
+        }  # fmt: skip
+        run.target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        layers: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        for layer in layers:
+            kept = layer.keys, layer.values
+            layer.update(*(t.new_zeros(*t.shape[:2], num_all - num_prompt, t.shape[3]) for t in kept))
+        with torch.inference_mode():
+            run.target(ids[:, :1], attention_mask=ids.new_ones(num_rows, num_all + 1), **{CACHE_NAME: cache})
+
+    helps = "a smaller --max_new_tokens, --device_map auto, or a server (--endpoint)"
+    return Trial("write", write, args.writing_batch_size, 1, "rows", helps)
+
+
+def _decoding(run: RunContext) -> Trial:
+    """Some cycles, with target and drafter in the target's precision."""
+
+    def decode(num_tokens: int) -> None:
+        target, fields = run.target, resolved(run.fields, run.target_config)
+        drafter = GumihoModel.from_target(target, **fields)
+        ids = _random_ids(run, 1, num_tokens).to(input_device(target))
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NUM_DECODED, "assistant_model": drafter}
+        target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+
+    length = max(run.longest_row - _NUM_DECODED, 1)
+    return Trial("tune", decode, length, length, "tokens", "--device_map auto, or --stages without tune and evaluate")
+
+
+def _random_ids(run: RunContext, num_rows: int, length: int) -> torch.Tensor:
+    vocab_size = run.target_config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocab_size, (num_rows, length), dtype=torch.int32)
+
+
+class _RandomFeatures(CachedFeatures):
+    """What a cache of a target's states holds of the target, by its shapes."""
+
+    def __init__(self, run: RunContext):
+        self.config, self.layers, self.made_from = run.target_config, run.layers, {}
+        dtype = self.config.dtype or torch.float32
+        with torch.device("meta"):
+            target = AutoModelForCausalLM.from_config(self.config)
+        self.embedding = torch.randn(target.get_input_embeddings().weight.shape).to(dtype)
+        num_outputs, num_inputs = target.get_output_embeddings().weight.shape
+        self._linear = nn.Linear(num_inputs, num_outputs, bias=False, dtype=dtype).requires_grad_(False)
+        self.head = OutputHead(self._linear, self.config)
+
+    def random_states(self, length: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Returns the columns of a row of this length that hold states."""
+        width = state_width(self.config.get_text_config(decoder=True))
+        found = {"hidden_states": torch.randn(length, width).to(dtype)}
+        if self.layers is not None:
+            num_kept = len(self.layers.besides_last_states(self.config))
+            found["layer_states"] = torch.randn(length, num_kept * width).to(dtype)
+        return found
+
+
+def _random_row(run: RunContext, source: Any, length: int) -> dict[str, torch.Tensor]:
+    """Returns a row of this length, all of whose positions count; packed, it holds two texts."""
+    row = {"input_ids": _random_ids(run, 1, length)[0], "loss_mask": torch.ones(length, dtype=torch.int32)}
+    if run.args.packing:
+        row["position_ids"] = torch.arange(length, dtype=torch.int32) % -(-length // 2)
+    if isinstance(source, _RandomFeatures):
+        row |= source.random_states(length, getattr(torch, run.args.features_dtype))
+    return row
+
+
+@contextmanager
+def _equal_memory(device: torch.device) -> Iterator[None]:
+    """
+    Lets each process have the memory that the one with the least has. The same pass then fails in all of them, and
+    none waits for another that has failed.
+    """
+    memory, limited = torch.get_device_module(device), PartialState().num_processes > 1
+    if not (limited and hasattr(memory, "mem_get_info") and hasattr(memory, "set_per_process_memory_fraction")):
+        yield
+        return
+    free, total = memory.mem_get_info(device)
+    least = min(gather_object([(free + memory.memory_reserved(device)) / total]))
+    memory.set_per_process_memory_fraction(least, device)
+    try:
+        yield
+    finally:
+        memory.set_per_process_memory_fraction(1.0, device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    memory = torch.get_device_module(device)
+    if hasattr(memory, "empty_cache"):
+        memory.empty_cache()
