@@ -28,16 +28,17 @@ class BlockBody(nn.Module):
     Their keys and values of the text are those of the serial head's inputs, normed, and the same for all layers.
     """
 
-    def __init__(self, config: GumihoConfig, num_layers: int):
+    def __init__(self, config: GumihoConfig, num_layers: int, intermediate_size: int | None = None):
         super().__init__()
         llama = copy.deepcopy(config.get_text_config())
         self.num_queries, self.num_serial = config.num_parallel_heads, config.num_serial_tokens
         self.first_layer, width = llama.num_hidden_layers, llama.hidden_size
-        # As many parameters as the MLP heads have: the layers' MLPs are as wide as that allows.
+        # By default as many parameters as the MLP heads have: the layers' MLPs are as wide as that allows.
         heads, own = GumihoParallelHeads(config), (self.num_queries + 1) * width
         llama.intermediate_size = 1
         smallest = count(make_layer(llama, self.first_layer)) - 3 * width
-        llama.intermediate_size = ((count(heads) - own) // num_layers - smallest) // (3 * width)
+        widest = ((count(heads) - own) // num_layers - smallest) // (3 * width)
+        llama.intermediate_size = intermediate_size or widest
         layers = range(self.first_layer, self.first_layer + num_layers)
         self.layers = nn.ModuleList(make_layer(llama, index) for index in layers)
         self.masks = nn.Parameter(torch.randn(self.num_queries - 1, width) * config.initializer_range)
@@ -112,9 +113,9 @@ class BlockBody(nn.Module):
 class BlockGumiho(GumihoModel):
     """A Gumiho drafter with a block in the place of the MLP heads. It drafts for one row, without fixed shapes."""
 
-    def __init__(self, config: GumihoConfig, num_layers: int):
+    def __init__(self, config: GumihoConfig, num_layers: int, intermediate_size: int | None = None):
         super().__init__(config)
-        self.mlp: Any = BlockBody(config, num_layers)
+        self.mlp: Any = BlockBody(config, num_layers, intermediate_size)
         self.mlp.apply(self._init_weights)
         self._reads_text = False
 

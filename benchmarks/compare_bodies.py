@@ -58,6 +58,9 @@ class BodiesArguments:
     body: str = field(default="mlp", metadata={"help": "What to train: mlp or block."})
     work_dir: Path = field(default=Path("bodies"), metadata={"help": "Rows, checkpoints and results."})
     num_layers: int = field(default=2, metadata={"help": "Layers of the block."})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width of the MLPs in these layers (default: for as many parameters)."}
+    )
     num_rows: int = field(default=1536, metadata={"help": "Rows, held-out ones included."})
     num_held_out: int = 64
     steps: int = 736
@@ -85,7 +88,7 @@ def make_drafter(args: BodiesArguments, body: str, target: PreTrainedModel) -> G
     torch.manual_seed(args.seed)
     shipped = GumihoModel.from_pretrained(EXAMPLES / f"{args.pair}{'_pair' * (not args.is_frozen)}" / "gumiho")
     config = copy.deepcopy(shipped.config)
-    drafter = GumihoModel(config) if body == "mlp" else BlockGumiho(config, args.num_layers)
+    drafter = GumihoModel(config) if body == "mlp" else BlockGumiho(config, args.num_layers, args.intermediate_size)
     drafter = drafter.float()
     drafter.adopt_embedding(target.get_input_embeddings().weight.detach().float())
     drafter.embed_tokens.requires_grad_(False)
