@@ -27,7 +27,7 @@ from transformers_gumiho.generation.verification.mixers import chunk_length
 from transformers_gumiho.generation.verification.traits import TargetTraits
 from transformers_gumiho.internals import CACHE_NAME
 from transformers_gumiho.model.decoding_settings import DraftingSettings
-from transformers_gumiho.tools.pairs import own_settings
+from transformers_gumiho.tools.pairs import settings_of
 
 
 BATCH = [4, 17, 9]
@@ -216,7 +216,7 @@ def test_trees_are_small_by_default_on_accelerators() -> None:
     drafter = make_chain_drafter(target, num_assistant_tokens=None, branching_factor=None)
     own = drafter.generation_config
     with mock.patch.object(GumihoModel, "device", torch.device("cuda")):  # also where tuning begins
-        assert own_settings(target, drafter).num_assistant_tokens == 16
+        assert settings_of(target, drafter).num_assistant_tokens == 16
     for has_states, size in ((True, (16, 4)), (False, (63, 14))):
         settings = DraftingSettings.from_generation_config(own, drafter.config, None, 1, "cuda", has_states)
         assert (settings.num_assistant_tokens, settings.branching_factor) == size

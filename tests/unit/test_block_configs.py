@@ -137,6 +137,7 @@ def test_training_names_the_tools_that_train_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         GumihoTrainer(model, GumihoTrainingArguments(tmp_path / "out"), target=target)
     # Also on traffic that was recorded with it, before anything is read.
+    (tmp_path / "recorded").mkdir()
     options = ["--drafter", folder, "--features", tmp_path / "recorded", "--output_dir", tmp_path / "out"]
     refuse(message, "train", "--target", tmp_path / "none", *options)
     model.share_embedding(target)
