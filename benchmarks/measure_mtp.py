@@ -116,7 +116,7 @@ def write_layer(args: MtpArguments, layer: GumihoModel | None) -> None:
         own |= {f"{name}.weight": norm.clone() for name in ("enorm", "hnorm", "norm")}
         own["fc.weight"] = torch.randn(WIDTH, 2 * WIDTH) * 0.05
     else:
-        layer.save_pretrained(args.target / "layer")
+        layer.save_pretrained(args.target / "layer", save_original_format=True)
         own = load_file(args.target / "layer" / "model.safetensors")
     for name, tensor in own.items():
         part, dot, rest = name.partition(".")
