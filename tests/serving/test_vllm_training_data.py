@@ -43,7 +43,10 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     written = Counter(token for answer, _ in answers for token in answer if token != tokenizer.eos_token_id)
     with torch.no_grad():  # the marks come in the place of the tokens that come most often
         marks, tokens = tokenizer.convert_tokens_to_ids(["<think>", "</think>"]), written.most_common(2)
-        target.lm_head.weight[marks] = target.lm_head.weight[[token for token, _ in tokens]] * 1.05
+        # Not both by the same factor: of two that are equal, a server may take another one.
+        target.lm_head.weight[marks] = target.lm_head.weight[[token for token, _ in tokens]] * torch.tensor(
+            [[1.05], [1.04]]
+        )
     target.generation_config.do_sample = False
     folder = tmp_path_factory.mktemp("thinker")
     target.save_pretrained(folder)
