@@ -1,7 +1,9 @@
 """A tiny random target that chats: it says anything, and ends now and then."""
 
+from pathlib import Path
+
 import torch
-from training_data import CHATML, make_tokenizer
+from training_data import CHATML, make_tokenizer, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -35,3 +37,11 @@ def make_chat_target(mean_length: float = 15, seed: int = 1, num_heads: int = 4)
         target.lm_head.weight[end, 0] = (others - torch.log(torch.tensor(mean_length))) / states[:, 0].mean()
     target.generation_config.do_sample = True
     return target
+
+
+def write_chat_target(folder: Path) -> Path:
+    """Writes a target that chats into a folder, and questions for it beside it. Returns the folder."""
+    make_chat_target().save_pretrained(folder / "target")
+    make_chat_tokenizer().save_pretrained(folder / "target")
+    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what, {n}?"} for n in range(40)])
+    return folder

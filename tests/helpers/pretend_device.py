@@ -237,7 +237,7 @@ class _Event:
 
 @contextmanager
 def pretending(largest: float = float("inf")) -> Iterator[PretendMachine]:
-    """Within it this thread has pretend accelerators, with memory for tensors of so many numbers."""
+    """Within it this thread has pretend accelerators, each with memory for tensors of at most `largest` numbers."""
     machine = PretendMachine(largest)
     with (
         patch.object(torch, "Generator", _Generator),

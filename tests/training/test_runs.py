@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_target import make_chat_target, make_chat_tokenizer
+from chat_target import make_chat_target, make_chat_tokenizer, write_chat_target
 from commands import gumiho, interrupt, refuse
 from hub_cache import write_to_hub_cache
 from huggingface_hub import HfApi
@@ -52,11 +52,7 @@ PUBLISHED = [*UP_TO_TRAINING, "--recipe", "published", "--learning_rate", 0.02, 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target that chats, and questions for it."""
-    folder = tmp_path_factory.mktemp("run")
-    make_chat_target().save_pretrained(folder / "target")
-    make_chat_tokenizer().save_pretrained(folder / "target")
-    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what, {n}?"} for n in range(40)])
-    return folder
+    return write_chat_target(tmp_path_factory.mktemp("run"))
 
 
 def command(folder: Path, name: str, *words: object) -> list[object]:

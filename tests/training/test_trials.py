@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from chat_target import make_chat_target, make_chat_tokenizer
+from chat_target import make_chat_target, write_chat_target
 from commands import gumiho, refuse
 from pretend_device import pretending
-from training_data import write_jsonl
 from transformers import DynamicCache
 
 from transformers_gumiho.training import GumihoTrainer, OnlineFeatures
@@ -78,11 +77,7 @@ def test_stages_try_their_largest_passes_on_the_device(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target that chats, and questions for it."""
-    folder = tmp_path_factory.mktemp("tried")
-    make_chat_target().save_pretrained(folder / "target")
-    make_chat_tokenizer().save_pretrained(folder / "target")
-    write_jsonl(folder / "questions.jsonl", [{"prompt": f"import {'os ' * (n % 5)}what, {n}?"} for n in range(40)])
-    return folder
+    return write_chat_target(tmp_path_factory.mktemp("tried"))
 
 
 @pytest.mark.parametrize("cache_features", ["true", "false"])

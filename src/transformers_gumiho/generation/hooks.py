@@ -1,4 +1,4 @@
-"""Leads `generate(assistant_model=<GumihoModel>)` to the loop: two steps of transformers' `generate()`, or a mixin."""
+"""Leads `generate(assistant_model=<GumihoModel>)` to the loop, by steps of transformers that are extended."""
 
 import functools
 import inspect

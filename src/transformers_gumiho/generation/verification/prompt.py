@@ -95,8 +95,8 @@ def open_session(
         reader: Reads the target's states.
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.
-        reads_passes: Whether the drafter reads the states of each pass of a long prompt at its end, as nobody else
-            needs those of all layers.
+        reads_passes: Whether the drafter reads the states after each pass of a long prompt. What it does not need of
+            them is not kept.
 
     Returns:
         The session that continues from here.

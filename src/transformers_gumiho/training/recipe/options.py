@@ -21,7 +21,7 @@ DEFAULTS = Path(__file__).with_name("defaults.yaml")
 RESOLVED = "resolved.yaml"
 _PARTS = ("everywhere", "accelerator", "cpu", "phases")
 _KINDS = (RecipeArguments, GumihoTrainingArguments)
-# What is asked of one start, and what is nobody's business.
+# What holds for one start alone, and secrets.
 _NOT_KEPT = {"config", "restart", "yes", "force", "plan", "ignore_plan", "hub_token"}
 
 
