@@ -291,9 +291,7 @@ def test_cache_continues_the_serial_head() -> None:
     rest = model(**{name: value[:, 5:] for name, value in inputs.items()}, cache=first.cache)
     torch.testing.assert_close(torch.cat((first.serial_features, rest.serial_features), dim=1), whole)
     assert model(**inputs).cache is None
-    with pytest.warns(FutureWarning, match="`past_key_values` is deprecated.*Use `cache` instead"):
-        model(**inputs, past_key_values=rest.cache)
-    assert rest.cache.get_seq_length() == 2 * inputs["input_ids"].shape[1]
+    assert rest.cache.get_seq_length() == inputs["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("unroll", [None, unroll_serial_head])

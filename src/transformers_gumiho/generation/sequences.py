@@ -25,6 +25,7 @@ class CommittedSequences:
     have them.
 
     Attributes:
+        new_tokens: The new tokens of each row, on the host.
         lengths: Number of tokens of each row, those of the prompt included.
         open_rows: For each row, whether it still takes tokens.
         finished: Whether every row has ended. Rows that end together also have the length of the longest one.
@@ -44,7 +45,7 @@ class CommittedSequences:
         size = batch_size, self.prompt_length + 64
         self._buffer = input_ids.new_full(size, self.pad_token_id, dtype=torch.long)
         self._buffer[:, : self.prompt_length] = input_ids
-        self._new_tokens: list[list[int]] = [[] for _ in range(batch_size)]  # on the host
+        self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.lengths = [self.prompt_length] * batch_size
         self.ends: list[int | None] = [None] * batch_size
         self.records = GenerationRecords(batch_size, generation_config)
@@ -91,7 +92,7 @@ class CommittedSequences:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
         length = self.prompt_length
         prompt = self._buffer[:, :length].tolist() if min(starts) < length else [[] for _ in starts]
-        rows = zip(prompt, self._new_tokens, starts, strict=True)
+        rows = zip(prompt, self.new_tokens, starts, strict=True)
         return [row[start:] + new[max(start - length, 0) :] for row, new, start in rows]
 
     def final_ids(self) -> torch.Tensor:
@@ -122,7 +123,7 @@ class CommittedSequences:
         # 3. The rows grow.
         committed = path.cut(lengths)
         self.lengths = [start + length for start, length in zip(self.lengths, lengths, strict=True)]
-        for tokens, new in zip(self._new_tokens, committed.host_tokens, strict=True):
+        for tokens, new in zip(self.new_tokens, committed.host_tokens, strict=True):
             tokens.extend(new)
         self._note_ends()
         self._warn_of_length()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from enum import Enum, auto
 
 import torch
 from transformers import generation
@@ -54,14 +53,6 @@ _AT_ONCE_DEVICES = ("cuda", "xpu")
 _MAX_BYTES = 256 << 20  # of the float32 scores of all nodes; processors make several tensors of their size
 
 
-class RowPolicy(Enum):
-    """Which rows of a batch take tokens together."""
-
-    INDEPENDENT = auto()  # each row takes as many tokens as its drafts allow
-    TOGETHER = auto()  # all open rows take the same steps
-    TOGETHER_TO_FIRST_END = auto()  # and the steps of a cycle end when a row does
-
-
 class TokenChooser:
     """
     Chooses the target's next tokens along a draft tree, exactly as plain decoding does.
@@ -71,7 +62,8 @@ class TokenChooser:
         logits_processor: As prepared by `generate()`, with the warpers of sampling.
         do_sample: Whether tokens are drawn.
         shapes: The shapes of the walk.
-        rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains).
+        rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains). The steps of
+            a cycle then end when a row does.
     """
 
     def __init__(
@@ -86,7 +78,10 @@ class TokenChooser:
         self.logits_processor = logits_processor
         self.shapes = shapes
         kinds = {type(processor) for processor in logits_processor}
-        self.rows = _row_policy(sequences, kinds, do_sample, rows_advance_together)
+        # Else each row takes as many tokens as its drafts allow.
+        self._are_rows_together = len(sequences.lengths) > 1 and (
+            rows_advance_together or _depend_on_each_other(sequences, kinds, do_sample)
+        )
         self._reads_prefix = not kinds <= _PREFIX_FREE_PROCESSORS
         walks_at_once = kinds <= _GREEDY_PROCESSORS
         if do_sample:
@@ -95,9 +90,9 @@ class TokenChooser:
             runs_between = sequences.streamer is not None or len(sequences.custom_criteria) > 0
             is_possible = not (self._reads_prefix or runs_between or generation.EtaLogitsWarper in kinds)
             walks_at_once = is_possible and sequences.device.type in _AT_ONCE_DEVICES
-        self._walks_at_once = walks_at_once and self.rows is RowPolicy.INDEPENDENT
+        self._walks_at_once = walks_at_once and not self._are_rows_together
         batch_size = len(sequences.lengths)
-        reserve = self._walks_at_once or (batch_size > 1 and self.rows is RowPolicy.INDEPENDENT)
+        reserve = self._walks_at_once or (batch_size > 1 and not self._are_rows_together)
         self._draws = TokenDraws(batch_size, reserve) if do_sample else None
         self._vocab_size = 0  # width of the target's logits
 
@@ -218,10 +213,7 @@ class TokenChooser:
         """Returns which of the rows that were `walking` take another token in this cycle."""
         is_open, lengths = self.sequences.open_rows, self.sequences.lengths
         open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
-        ends_together = not all(has_child[row] for row in open_rows)
-        if self.rows is RowPolicy.TOGETHER_TO_FIRST_END:
-            ends_together = ends_together or is_open != walking
-        if self.rows is not RowPolicy.INDEPENDENT and ends_together:
+        if self._are_rows_together and (is_open != walking or not all(has_child[row] for row in open_rows)):
             return [False] * len(walking)
         slowest = min((lengths[row] for row in open_rows), default=0)
         max_lead = float("inf") if self._draws is None else self._draws.max_lead
@@ -253,20 +245,14 @@ class TokenChooser:
         return processed
 
 
-def _row_policy(
-    sequences: CommittedSequences, processors: Set[type], do_sample: bool, rows_advance_together: bool
-) -> RowPolicy:
-    if len(sequences.lengths) == 1:
-        return RowPolicy.INDEPENDENT
-    if rows_advance_together:
-        return RowPolicy.TOGETHER_TO_FIRST_END
-    # A row's scores or end may depend on other rows or on earlier calls.
+def _depend_on_each_other(sequences: CommittedSequences, processors: Set[type], do_sample: bool) -> bool:
+    """Whether a row's scores or end may depend on other rows or on earlier calls."""
     criteria = {type(criterion) for criterion in sequences.custom_criteria}
-    is_row_wise = processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA
+    if not (processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA):
+        return True
     # If all rows continue until a criterion ends the last one, faster rows would pass this end, and draw numbers that
     # plain decoding does not draw.
-    passes_end = do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
-    return RowPolicy.INDEPENDENT if is_row_wise and not passes_end else RowPolicy.TOGETHER
+    return do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
 
 
 def walk_to_best(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

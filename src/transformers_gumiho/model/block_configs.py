@@ -140,12 +140,10 @@ def check_block(config: Any) -> None:
         )
     for name in ("attention_windows", "attention_causal"):
         values = getattr(config, name)
-        if values is None or len(values) != llama.num_hidden_layers:
+        if len(values or ()) != llama.num_hidden_layers:
             raise UserValueError(
                 f"`{name}` must have a value for each of {llama.num_hidden_layers} layers: {values!r}."
             )
-    if any(window is not None and window < 1 for window in config.attention_windows):
-        raise UserValueError(f"`attention_windows` must be at least 1, or None, got {config.attention_windows!r}.")
 
 
 def _check_names(head: PublishedHead) -> None:

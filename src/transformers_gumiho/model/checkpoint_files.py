@@ -25,21 +25,11 @@ def plain_name(key: str) -> str:
     return re.sub(r"^mlp\.mlp\.", "mlp.", name.replace("output_norm_enc.", "hidden_norm."))
 
 
-def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
-    """
-    Returns the weight files that `from_pretrained` reads with these arguments, `options`: one, or all shards. There
-    are none where nothing is found. `name_or_path` is a folder, a file, or a name on the Hub.
-    """
-    first = _file_or_index(name_or_path, options)
-    if first is None or first.suffix != ".json":
-        return [] if first is None else [first]
-    return [cached(name_or_path, shard, options) for shard in sorted(set(_shards_of(first, name_or_path).values()))]
-
-
 def tensor_files(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, str]:
     """
     Returns the names of the tensors of a checkpoint in safetensors, each with the name of its file. Of a checkpoint in
-    several files only the index is read.
+    several files only the index is read. `name_or_path` is a folder, a file, or a name on the Hub, and `options` are
+    the arguments of `from_pretrained`, also in the other functions.
     """
     first = _file_or_index(name_or_path, options)
     if first is None or first.suffix == ".json":
@@ -81,7 +71,7 @@ def _shards_of(index: Path, name_or_path: Any) -> dict[str, str]:
 def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     Returns the shape of each tensor of a checkpoint by its plain name, without reading the tensors. There are none
-    where no weight file is found. The arguments are those of [`weight_files`].
+    where no weight file is found.
     """
     with damaged_files_named(name_or_path, options):
         return {plain_name(key): shape for key, shape, _ in _entries(name_or_path, options, "meta")}
@@ -107,7 +97,12 @@ def _entries(
     name_or_path: Any, options: Mapping[str, Any], device: str
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
     """Yields names and shapes of a checkpoint's entries, and functions that read them: pickles to this device."""
-    for file in weight_files(name_or_path, options):
+    first = _file_or_index(name_or_path, options)
+    files = [] if first is None else [first]
+    if first is not None and first.suffix == ".json":
+        shards = sorted(set(_shards_of(first, name_or_path).values()))
+        files = [cached(name_or_path, shard, options) for shard in shards]
+    for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (not a dict)

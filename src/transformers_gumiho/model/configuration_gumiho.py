@@ -42,9 +42,8 @@ class GumihoConfig(PreTrainedConfig):
 
     Args:
         model (`LlamaConfig` or `dict`, *optional*):
-            The Llama configuration of the drafter: hidden size, vocabulary and rotary embedding as in the target, and
-            the two layers of the serial head. A `dict` in `config.json`, a config object in memory. For an MTP layer
-            it is the text configuration of the target, with this layer alone.
+            The Llama configuration of the drafter: sizes, vocabulary and rotary embedding as in the target, and the
+            two layers of the serial head. For an MTP layer it is the target's text config, with this layer alone.
         num_serial_tokens (`int`, defaults to 2):
             Tokens drafted one after the other by the serial head.
         num_parallel_heads (`int`, defaults to 5):
@@ -52,66 +51,59 @@ class GumihoConfig(PreTrainedConfig):
         num_residual_blocks (`int`, defaults to 5):
             Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
         transition_rank (`int`, defaults to 0):
-            Rank of the transitions, by which each parallel head takes the token above its own into account; see
-            [`GumihoTransition`]. The published drafters have none.
+            Rank of the heads' [`GumihoTransition`]s. The published drafters have none.
         target_layer_ids (`list[int]`, *optional*):
             Layers of the target whose states the serial head reads, from 0 up and in rising order; see
-            [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters. For the last layer it is
-            the state after the final norm. By default the serial head reads only this state, as in the published
-            drafters. [`from_target`] also takes negative numbers, which count from the last layer down. An EAGLE-3
-            head reads three layers by default ([`layers_read`]), and the last layer before the final norm.
+            [`GumihoLayerFusion`]. Number i is what layer i returns; of the last layer, the state after the final norm,
+            for an EAGLE-3 head before it. By default it reads the last state alone, and an EAGLE-3 head three layers.
+            [`from_target`] also takes negative numbers, which count from the last layer down.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of new weights; those of the parallel heads begin at zero.
         has_embedding (`bool`, defaults to `True`):
-            Whether the drafter holds a copy of the target's token embedding. Without a copy it reads the target's own;
-            see `save_pretrained(save_embedding=False)`.
+            Whether the drafter holds a copy of the target's token embedding, or reads the target's own.
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
         serial_head (`str`, defaults to `"gumiho"`):
-            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, `"eagle3"`, or `"mtp"` for the
-            multi-token prediction layer of a target; or `"block"` for a block drafter (DFlash, JetSpec, DSpark), which
-            drafts all tokens in one pass.
+            `"gumiho"`, also for EAGLE-1 and EAGLE-2; `"eagle3"`; `"mtp"` for a target's multi-token prediction layer;
+            or `"block"` for a block drafter (DFlash, JetSpec, DSpark), which drafts all tokens in one pass.
         draft_vocab_size (`int`, *optional*):
-            For EAGLE-3 and block drafters: tokens that the drafter's own output head scores, by their ids in the
-            tensor `d2t`. By default it scores all tokens.
+            EAGLE-3 and block drafters: tokens that the own output head scores, by their ids in the tensor `d2t`.
         target_hidden_size (`int`, *optional*):
-            For EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
+            EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
         norm_before_residual (`bool`, defaults to `False`):
-            For EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
+            EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
         norm_before_fc (`bool`, defaults to `False`):
-            For EAGLE-3: whether the target's states have one norm before `fc`, side by side.
+            EAGLE-3: whether the target's states have one norm before `fc`, side by side.
         fc_norm (`bool`, defaults to `False`):
-            For EAGLE-3.1: whether each of the target's states has a norm before `fc`.
+            EAGLE-3.1: whether each of the target's states has a norm before `fc`.
         norm_output (`bool`, defaults to `False`):
-            For EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
+            EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
         qk_norm (`bool`, defaults to `False`):
-            For EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
+            EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
         block_size (`int`, *optional*):
-            For block drafters: most queries of a pass, the newest token and mask tokens.
+            Block drafters: most queries of a pass, the newest token and mask tokens.
         mask_token_id (`int`, *optional*):
-            For block drafters: the token of all other queries.
+            Block drafters: the token of all queries but the first.
         sample_from_anchor (`bool`, defaults to `False`):
-            For block drafters: whether each query predicts the token after its own, as in DSpark; else the token at
-            its own place, and the newest token's query none.
+            Block drafters: whether each query predicts the token after its own; else the token at its own place.
         attention_windows (`list[int | None]`, *optional*):
-            For block drafters: how many positions a query of each layer sees, its own included; `None` for all.
+            Block drafters: how many positions a query of each layer sees, its own included; `None` for all.
         attention_causal (`list[bool]`, *optional*):
-            For block drafters: whether a query of each layer sees no later ones of its block.
+            Block drafters: whether a query of each layer sees no later ones of its block.
         markov_rank (`int`, defaults to 0):
-            For block drafters: rank of the Markov head of DSpark; 0 for none.
+            Block drafters: rank of the Markov head of DSpark; 0 for none.
         has_own_head (`bool`, defaults to `False`):
-            For block drafters: whether there is an output head of its own.
+            Block drafters: whether there is an output head of its own.
         mtp_state_first (`bool`, defaults to `False`):
-            For MTP layers: whether `fc` takes the state before the embedding.
+            MTP layers: whether `fc` takes the state before the embedding.
         mtp_reads_normed (`bool`, defaults to `True`):
-            For MTP layers: whether the target's last state is read after its final norm.
+            MTP layers: whether the target's last state is read after its final norm.
         mtp_final_norm (`bool`, defaults to `True`):
-            For MTP layers: whether there is a norm between the layer and the output head.
+            MTP layers: whether there is a norm between the layer and the output head.
         converted_from (`str`, *optional*):
-            Name or folder of the head of another method, or of the target with an MTP layer, that this config was read
-            from.
+            Where this was read, if from a head of another method or a target with an MTP layer.
         tie_word_embeddings (`bool`, defaults to `False`):
             Required by transformers. A drafter ties no weights.
 
@@ -209,9 +201,8 @@ class GumihoConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        Reads a `config.json` as `PreTrainedConfig.get_config_dict` does. One that describes a small Llama, as the
-        reference writes it, is read as the `model` of a drafter, and one of an EAGLE head as that of its drafter. For
-        the released drafters, whose repositories may have none, the packaged one is used, and the log says so.
+        As `PreTrainedConfig.get_config_dict`, for the layouts of all tools, see `as_drafter_fields`. For the released
+        drafters, whose repositories may have no `config.json`, the packaged one is used, and the log says so.
 
         Raises:
             OSError: There is no `config.json`, neither there nor in this package, or it is damaged.
@@ -255,13 +246,8 @@ class GumihoConfig(PreTrainedConfig):
         always says whether `fc` has a bias; where a file does not, it has none, as for vLLM.
 
         Raises:
-            ValueError: It asks for vLLM's `add_para_norm`, or a field is wrong, also one among `kwargs`.
+            ValueError: A field is wrong, also one among `kwargs`.
         """
-        if config_dict.get("add_para_norm"):
-            raise UserValueError(
-                "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
-                "and that are not available here. Load this drafter with vLLM."
-            )
         try:
             found = super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -274,9 +260,12 @@ class GumihoConfig(PreTrainedConfig):
         """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
         fields: dict[str, Any] = super().to_dict()
         left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        left_out |= {*_EAGLE3_FIELDS} if self.serial_head == "gumiho" else set()
-        left_out |= set() if self.is_block else {*_BLOCK_FIELDS}
-        left_out |= set() if self.is_mtp else {*_MTP_FIELDS}
+        if self.serial_head == "gumiho":
+            left_out.update(_EAGLE3_FIELDS)
+        if not self.is_block:
+            left_out.update(_BLOCK_FIELDS)
+        if not self.is_mtp:
+            left_out.update(_MTP_FIELDS)
         return {name: value for name, value in fields.items() if name not in left_out}
 
     @property

@@ -50,7 +50,9 @@ _STATE_NODES = 16
 _SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
 _WHERE = "Set it in the drafter's `generation_config`."
 _KINDS_OF_DECODING = ("greedy", "sampled")
-_MIN_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+# Settings of prompt lookup, which a call may set as well, and their smallest values.
+LOOKUP_SETTINGS = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+_INTEGERS = {"num_assistant_tokens": 1, "branching_factor": 1, "tree_depth": 1} | LOOKUP_SETTINGS
 
 
 class DecodingSettingsMixin:
@@ -207,21 +209,6 @@ class DraftingSettings:
         """Returns the same settings for a chain."""
         return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
 
-    def with_prompt_lookup(self, generation_config: GenerationConfig) -> "DraftingSettings":
-        """
-        Returns the same settings with the prompt-lookup arguments of a call of `generate()`, if any.
-
-        Args:
-            generation_config: Generation config of the call.
-
-        Raises:
-            ValueError: An argument is no number of tokens.
-        """
-        given = {name: getattr(generation_config, name) for name in _MIN_LOOKUP}
-        settings = replace(self, **{name: value for name, value in given.items() if value is not None})
-        _check_lookup(settings, "It was given to `generate()`.")
-        return settings
-
     @cached_property
     def longest_path(self) -> int:
         """Most drafted tokens on a path, including those of prompt lookup."""
@@ -230,10 +217,11 @@ class DraftingSettings:
         return max(self.tree_depth, min(self.prompt_lookup_num_tokens, self.num_assistant_tokens))
 
     def _validate(self, config: GumihoConfig) -> None:
-        for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
+        for name, smallest in _INTEGERS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+            if type(value) is not int or value < smallest:
+                where = "" if name in LOOKUP_SETTINGS else f" {_WHERE}"  # a call may have set it
+                raise UserValueError(f"`{name}` must be an integer of at least {smallest}, got {value!r}.{where}")
         if self.tree_depth > config.max_draft_depth:
             parts = f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads"
             raise UserValueError(
@@ -253,7 +241,6 @@ class DraftingSettings:
                 f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
                 f"depth 1 down) or None, got {list(given) if isinstance(given, tuple) else given!r}. {_WHERE}"
             )
-        _check_lookup(self, _WHERE)
         vocab_size, vocabulary = config.get_text_config().vocab_size, self.draft_vocabulary
         if vocabulary is None or _right_vocabulary == [(vocab_size, vocabulary)]:
             return
@@ -283,16 +270,6 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
         return value_for_rows(value, num_rows)
     except ValueError as error:
         raise UserValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
-
-
-def _check_lookup(settings: DraftingSettings, where: str) -> None:
-    for name, least in _MIN_LOOKUP.items():
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserValueError(
-                f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
-                f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
-            )
 
 
 def _is_positive(value: Any) -> bool:

@@ -9,12 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from transformers.utils import logging
-
 from .published_head import PublishedHead, Shapes
 
-
-logger = logging.get_logger(__name__)
 
 # As many as the reference drafts: seven levels below the first.
 NUM_SERIAL_TOKENS = 8
@@ -150,7 +146,6 @@ def _eagle3_fields(head: PublishedHead) -> dict[str, Any]:
     draft_vocab_size = next(iter(shapes.get("lm_head.weight", ())), None) if "d2t" in shapes else None
     sizes = {"target_hidden_size": columns // num_layers, "draft_vocab_size": draft_vocab_size}
     head.warn_of_copies({name: size for name, size in sizes.items() if size is not None})
-    _warn_of_doubts(head)
     return {name: bool((shown | flags).get(name)) for name in _NORM_FLAGS} | {
         "serial_head": "eagle3",
         "target_layer_ids": layer_ids,
@@ -181,26 +176,3 @@ def _as_outputs(head: PublishedHead, ids: list[int]) -> list[int]:
     if ids[0] < 0:
         raise head.refusal("an EAGLE-3 head that reads the target's embedding (layer 0 in its config)")
     return ids
-
-
-def _warn_of_doubts(head: PublishedHead) -> None:
-    """Logs, once, which fields of a config may say something else than its head was trained with."""
-    of_speculators, base = "speculators_model_type" in head.flags, head.rope.get("rope_theta")
-    doubts = []
-    if not of_speculators and base not in (None, 10000):
-        doubts.append(
-            f"has a `rope_theta` of {base}, which is used. The training code of several tools ignored it and used "
-            f"10000. If few drafts are accepted, try `config.model.rope_parameters['rope_theta'] = 10000.0`."
-        )
-    if not of_speculators and head.flags.get("norm_output"):
-        doubts.append(
-            "says `norm_output: true`. Some versions of SpecForge wrote this for heads without it. If few drafts are "
-            "accepted, try `norm_output=False`."
-        )
-    if of_speculators and "norm_before_residual" not in head.flags:
-        doubts.append(
-            "does not say `norm_before_residual`, so it is false, as for speculators; vLLM takes it for true. If few "
-            "drafts are accepted, try `norm_before_residual=True`."
-        )
-    for doubt in doubts:
-        logger.warning_once(f"The config of the EAGLE-3 head {head.name!r} {doubt}")

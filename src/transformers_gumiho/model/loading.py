@@ -16,13 +16,7 @@ from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .block_configs import block_fields, is_block_drafter
 from .checkpoint_files import plain_name, read_entry, tensor_files, tensor_shapes
-from .draft_vocabulary import (
-    check_vocabulary_mask,
-    entry_token_ids,
-    holds_offsets,
-    is_vocabulary_entry,
-    is_vocabulary_mask,
-)
+from .draft_vocabulary import VOCABULARY_ENTRY, VOCABULARY_MASK, check_vocabulary_mask, entry_token_ids
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
 from .mtp_layouts import may_have_mtp_layers, mtp_fields
 from .published_head import PublishedHead, Shapes, num_layers
@@ -343,7 +337,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
             # As it was written: a buffer of another shape or type may hold anything.
             _read_vocabulary("d2t", vocab_size, source, options)
         return
-    keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
+    keys = sorted(filter(VOCABULARY_ENTRY.fullmatch, unexpected))
     if len(keys) > 1:
         raise UserValueError(
             f"The checkpoint {str(source)!r} carries its draft vocabulary more than once: {', '.join(keys)}. Keep one "
@@ -355,8 +349,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
                 return
             drafter.generation_config.draft_vocabulary = token_ids
         unexpected.remove(key)
-        if holds_offsets(key):
-            unexpected.difference_update([other for other in unexpected if is_vocabulary_mask(other)])
+        unexpected.difference_update(list(filter(VOCABULARY_MASK.fullmatch, unexpected)))
 
 
 def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[str, Any]) -> list[int] | None:
@@ -364,6 +357,6 @@ def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[st
     if (entry := read_entry(source, key, options)) is None:
         return None
     token_ids = entry_token_ids(key, entry, vocab_size, source)
-    if holds_offsets(key) and (mask := read_entry(source, "t2d", options)) is not None:
+    if (mask := read_entry(source, "t2d", options)) is not None:
         check_vocabulary_mask(mask, token_ids, source)
     return token_ids

@@ -4,7 +4,7 @@ which conventions. A drafter's config holds all that differs between them.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,10 +225,8 @@ def mtp_fields(
         if any(_ANY_LAYER.search(name) for name in names):
             raise _refusal(name_or_path, f"those of the type {model_type!r} {reason}")
         return None
-    config = AutoConfig.for_model(**fields).get_text_config(decoder=True)
-    family = FAMILIES.get(config.model_type) or _family_like(config, names, name_or_path)
-    own = {} if family is None else family.layout.drafter_names(names, config.num_hidden_layers)
-    if family is None or not own:
+    config, family = _family_of(fields, names, name_or_path)
+    if family is None or not family.layout.drafter_names(names, config.num_hidden_layers):
         return None
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise _refusal(name_or_path, "they have a token embedding of their own (`mtp_use_dedicated_embeddings`)")
@@ -251,7 +249,7 @@ def mtp_fields(
     }
 
 
-def mtp_names(fields: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, str], str | None]:
+def mtp_names(fields: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, str], str | None]:
     """
     Returns the drafter's names of the tensors of an MTP layer by their names in the target's checkpoint, and the name
     of an output head that the checkpoint has for the layer; `None` without one.
@@ -260,8 +258,7 @@ def mtp_names(fields: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str
         fields: The content of the target's `config.json`, for which [`mtp_fields`] returns some.
         names: The names of the tensors in its checkpoint.
     """
-    names, config = list(names), AutoConfig.for_model(**fields).get_text_config(decoder=True)
-    family = FAMILIES.get(config.model_type) or _family_like(config, names, None)
+    config, family = _family_of(fields, names, None)
     assert family is not None
     head = re.compile(_OWN_HEAD.replace("{n}", str(config.num_hidden_layers)))
     own_head = next((name for name in names if head.fullmatch(name)), None)
@@ -280,22 +277,27 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else fields
 
 
+def _family_of(
+    fields: Mapping[str, Any], names: Iterable[str], name_or_path: Any
+) -> tuple[PreTrainedConfig, MtpFamily | None]:
+    """Returns a target's text config, and how its MTP layers are read; `None` where that is not known."""
+    config = AutoConfig.for_model(**fields).get_text_config(decoder=True)
+    return config, FAMILIES.get(config.model_type) or _family_like(config, names, name_or_path)
+
+
 def _family_like(config: PreTrainedConfig, names: Iterable[str], name_or_path: Any) -> MtpFamily | None:
     """Returns how the MTP layers of a type without a line of its own can be read, if transformers describes them."""
     try:
         of_layers = config.get_mtp_config()
     except (AttributeError, ValueError):  # it describes none
         return None
-    fields = {
-        name: values[:1]
-        for name in ("layer_types", "mlp_layer_types")
-        if (values := getattr(of_layers, name, None)) is not None
-    }
+    found = {name: getattr(of_layers, name, None) for name in ("layer_types", "mlp_layer_types")}
+    fields: dict[str, Any] = {name: kinds[:1] for name, kinds in found.items() if kinds is not None}
     if hasattr(of_layers, "first_k_dense_replace"):
         fields["first_k_dense_replace"] = 0
     for layout in (AFTER_THE_LAYERS, BESIDE_THE_MODEL):
-        found = layout.drafter_names(names, config.num_hidden_layers).values()
-        if {"fc.weight", "enorm.weight", "hnorm.weight", "norm.weight"} <= set(found):
+        own = layout.drafter_names(names, config.num_hidden_layers).values()
+        if {"fc.weight", "enorm.weight", "hnorm.weight", "norm.weight"} <= set(own):
             if name_or_path is not None:
                 logger.warning_once(
                     f"The MTP layer of {str(name_or_path)!r} is read as those of similar types. It was not tested for "

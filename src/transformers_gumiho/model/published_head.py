@@ -48,16 +48,16 @@ _NEUTRAL = dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb",
      "partial_rotary_factor"), 1,
 )  # fmt: skip
-# Types of rotary embeddings, each with the numbers that it needs, and those that any type may have.
+# Types of rotary embeddings, each with the fields that it needs, and the fields that are known.
 _ROPE_TYPES = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-_ROPE_NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate",
-)  # fmt: skip
+_ROPE_FIELDS = {
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor",
+    "high_freq_factor",
+}  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
@@ -200,7 +200,7 @@ class PublishedHead:
         return fields | sizes | {
             "model_type": "llama",
             "architectures": None,
-            "rope_parameters": self._checked_rope(sizes["head_dim"]),
+            "rope_parameters": self._known_rope(),
             # Copied from targets, although the head has an output head of its own.
             "tie_word_embeddings": False,
             # As in Qwen2, q, k and v may have biases and o none.
@@ -234,26 +234,14 @@ class PublishedHead:
             raise self.fault("it gives no `vocab_size`")
         return size
 
-    def _checked_rope(self, head_dim: int) -> dict[str, Any]:
-        """Returns the rotary embedding, if its type and its fields are known, and it has the numbers that it needs."""
-        kind = str(self.rope["rope_type"])
-        needed = _ROPE_TYPES.get(kind)
+    def _known_rope(self) -> dict[str, Any]:
+        """Returns the rotary embedding, if its type and its fields are known, and it has those that it needs."""
         idle = (None, False, _NEUTRAL["partial_rotary_factor"])
-        rest = self.rope.keys() - {"rope_type", *(needed or ()), *_ROPE_NUMBERS}
-        if needed is None or any(self.rope[name] not in idle for name in rest):
+        unknown = [name for name in self.rope.keys() - _ROPE_FIELDS if self.rope[name] not in idle]
+        if unknown or self.rope["rope_type"] not in _ROPE_TYPES:
             raise self.refusal(f"a head with a rotary embedding that is not known: {self.rope}")
-        for name, value in (dict.fromkeys(needed) | self.rope).items():
-            if name == "rope_type":
-                continue
-            what, is_right = "a number", isinstance(value, (int, float, type(None)))
-            if name in needed:
-                what, is_right = "a number above 0", _is_number(value)
-            if kind == "longrope" and name in needed:
-                # They divide the angles, of which there is one for two numbers of a head.
-                what, numbers = f"a list of {head_dim // 2} numbers above 0", value if isinstance(value, list) else []
-                is_right = len(numbers) == head_dim // 2 and all(map(_is_number, numbers))
-            if not is_right:
-                raise self.fault(f"`{name}` of a {kind} rotary embedding must be {what}, got {value!r}")
+        if missing := [name for name in _ROPE_TYPES[self.rope["rope_type"]] if not self.rope.get(name)]:
+            raise self.fault(f"it gives no `{missing[0]}` for its rotary embedding: {self.rope}")
         return self.rope
 
     def warn_of_copies(self, sizes: Mapping[str, Any]) -> None:

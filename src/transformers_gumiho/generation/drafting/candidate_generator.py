@@ -19,7 +19,7 @@ from ..verification.traits import input_device
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GenerationView, GumihoDrafter, last_of_rows
-from .first_cycles import FirstCycles
+from .first_cycles import FirstCycles, first_cycles_of
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
@@ -102,7 +102,6 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     break_even: float | None = None
     first_cycles: FirstCycles | None = None
 
-    # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
     model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
@@ -153,7 +152,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
-            first_cycles=FirstCycles.of(target, assistant_model) if assistant_model.config.converted_from else None,
+            first_cycles=first_cycles_of(target, assistant_model),
         )
 
     @staticmethod
@@ -226,14 +225,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return self._limit(tree, max_depth)
         if branch is None:
             return bare_root(root)
-        return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])
+        tokens, scores = branch
+        return single_path(root, tokens[:, :max_depth], scores[:, :max_depth])
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
         settings = self.settings
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
-            tree = merge(tree, branch.tokens, branch.scores)
+            tree = merge(tree, *branch)
         if self.context is None or not self.shapes.are_fixed:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.

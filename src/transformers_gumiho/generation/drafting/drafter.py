@@ -13,7 +13,7 @@ from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ...model.parallel_heads import run_batched_heads
 from ...model.transition import NUM_CANDIDATES
-from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
+from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, gather_rows
 from ..tree.uploads import upload
 from ..verification.attention import gqa_without_copies
 from ..verification.attention_kind import attention_kind
@@ -225,7 +225,8 @@ class GumihoDrafter:
         `(B, paths, H)` of the paths that are extended.
         """
         settings, feature = self.settings, newest.features
-        level, levels = None, []
+        level: DraftLevel | None = None
+        levels: list[DraftLevel] = []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
@@ -233,10 +234,7 @@ class GumihoDrafter:
             logits = self.score(self.assistant_model.predict(feature)[:, None])
             found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
             tokens, log_probs = (tensor.squeeze(1) for tensor in found)
-            if level is None:
-                levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
-            else:
-                levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
+            levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
@@ -265,23 +263,13 @@ class GumihoDrafter:
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(logits, num_candidates, depths, noise)
         if self._transitions is None:
-            return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
-        above = last_level.first(settings.branching_factor).tokens
-        scales = (self._scales if noise is None else self._sampling_scales)[depths, None, None, None]
-        log_probs = self._transitions.apply(above, tokens, log_probs, scales.to(log_probs.device))
+            # The same under each candidate of the depth above.
+            log_probs = log_probs[:, :, :, None].expand(-1, -1, -1, tokens.shape[3], -1)
+        else:
+            above = last_level.first(settings.branching_factor).tokens
+            scales = (self._scales if noise is None else self._sampling_scales)[depths, None, None, None]
+            log_probs = self._transitions.apply(above, tokens, log_probs, scales.to(log_probs.device))
         return extend_paths(last_level, tokens, log_probs, settings.num_assistant_tokens, settings.beam)
-
-    def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
-        """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
-        levels: list[DraftLevel] = []
-        paths = None  # the serial path above each node; for the first head, the nodes are the paths
-        for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
-            if paths is not None:
-                candidates, scores = gather_rows(candidates, paths), gather_rows(scores, paths)
-            levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
-            level = levels[-1].first(self.settings.beam)
-            paths = level.parents if paths is None else paths.gather(1, level.parents)
-        return levels
 
     def _topk(
         self, logits: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None

@@ -90,7 +90,8 @@ def extend_paths(
 
     Args:
         last_level: The last serial level.
-        tokens (`(B, heads, P, M)`), log_probs: The candidates, and what [`DraftTransitions.apply`] returned for them.
+        tokens (`(B, heads, P, M)`): The candidates.
+        log_probs (`(B, heads, P, M, M)`): Of each candidate under each one above, as [`DraftTransitions.apply`] says.
         num_nodes: Most nodes of each level.
         beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
