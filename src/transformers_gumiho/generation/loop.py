@@ -107,36 +107,28 @@ def decode_with_tree(
         running.enter_context(in_eval_mode(assistant_model))
         running.callback(events.report, "on_generation_end", sequences.new_tokens)
         with events.stage("prompt"):
-            # Only a block drafter reads a state without the token after it.
-            read_target = assistant_model.read_target if assistant_model.config.is_block else None
-            reader = FeatureReader(target, assistant_model.config.layers_read(target.config), read_target)
             max_new_tokens = sequences.max_length - sequences.prompt_length
-            reads_passes = read_target is not None and not observers
+            reader = _reader_for(assistant_model, target)
+            reads_passes = reader.read_target is not None and not observers
             session = open_session(
                 reader, traits, input_ids, generation_config, model_kwargs, settings, max_new_tokens, reads_passes
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
         events.report("on_prompt", input_ids, session.prefill.states, session.prompt.mask)
-        do_sample = bool(generation_config.do_sample)
-        chooser = TokenChooser(sequences, logits_processor, do_sample, session.shapes, traits.is_chain)
+        chooser = TokenChooser(
+            sequences, logits_processor, bool(generation_config.do_sample), session.shapes, traits.is_chain
+        )
         running.callback(chooser.return_unused_draws)
         # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         sequences.records.add_prompt(session.prefill.hidden_states)
         chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            view = GenerationView(
-                sequences.prompt_length,
-                generation_config.prefill_chunk_size,
-                partial(events.stage, "drafter_pass") if observers else nullcontext,
-                sequences.tokens_from,
-                chooser.peek_noise,
-            )
-            tree = _run_cycles(session, assistant_model, settings, view, sequences, chooser, events)
-        session.finish(
-            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
-        )
+            chunk_size = generation_config.prefill_chunk_size
+            tree = _run_cycles(session, assistant_model, settings, sequences, chooser, events, chunk_size)
+        new_ids = sequences.final_ids()[:, sequences.prompt_length :]
+        session.finish(sequences.num_cached_by_plain_decoding(), new_ids, tree)
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -144,16 +136,30 @@ def decode_with_tree(
     return _output(sequences, session.prompt.cache)
 
 
+def _reader_for(drafter: GumihoModel, target: PreTrainedModel) -> FeatureReader:
+    """Returns the reader of the target's states that a drafter needs."""
+    # Only a block drafter reads a state without the token after it.
+    read_target = drafter.read_target if drafter.config.is_block else None
+    return FeatureReader(target, drafter.config.layers_read(target.config), read_target)
+
+
 def _run_cycles(
     session: TargetSession,
     drafter: GumihoModel,
     settings: DraftingSettings,
-    view: GenerationView,
     sequences: CommittedSequences,
     chooser: TokenChooser,
     events: GenerationEvents,
+    prompt_chunk_size: int | None,
 ) -> DraftTree:
     """Runs cycles until every row has ended. Returns the newest tree."""
+    view = GenerationView(
+        sequences.prompt_length,
+        prompt_chunk_size,
+        partial(events.stage, "drafter_pass") if events.observers else nullcontext,
+        sequences.tokens_from,
+        chooser.peek_noise,
+    )
     generator = BlockCandidateGenerator if drafter.config.is_block else GumihoCandidateGenerator
     drafts = generator.after_prompt(session, drafter, settings, view)
     vocab_size = drafter.config.get_text_config().vocab_size

@@ -12,7 +12,13 @@ from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from ..commands import UserOSError
 from ..files import PLACES, damaged_files_named
@@ -50,10 +56,13 @@ def _file_or_index(name_or_path: Any, options: Mapping[str, Any]) -> Path | None
     """Returns the file of a checkpoint, or the index of one in several files; `None` where there is neither."""
     if os.path.isfile(name_or_path):
         return Path(name_or_path)
-    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
-    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    if options.get("use_safetensors") is False:
+        del names[:2]
+    for name in names:
         if variant := options.get("variant"):
-            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.{variant}.{suffix}"
         with suppress(OSError):  # there is no such file
             return cached(name_or_path, name, options)
     return None
@@ -79,18 +88,21 @@ def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tu
 
 def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
     """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
-    entries = (read() for *_, read in _entries(name_or_path, options, "meta"))
-    dtypes = {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
-    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
+    entries = [read() for *_, read in _entries(name_or_path, options, "meta")]
+    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    return reduce(torch.promote_types, {own.dtype for own in tensors if own.is_floating_point()})
 
 
 def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
     """Returns one entry of a checkpoint, under any prefix, without reading the others; `None` if there is none."""
     plain = plain_name(key)
     if options.get("state_dict") is not None:
-        return next((entry for name, entry in options["state_dict"].items() if plain_name(name) == plain), None)
-    entries = _entries(name_or_path, options, "cpu")
-    return next((read() for name, _, read in entries if plain_name(name) == plain), None)
+        by_plain_name = {plain_name(name): entry for name, entry in options["state_dict"].items()}
+        return by_plain_name.get(plain)
+    for name, _, read in _entries(name_or_path, options, "cpu"):
+        if plain_name(name) == plain:
+            return read()
+    return None
 
 
 def _entries(

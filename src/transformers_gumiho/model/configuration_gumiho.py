@@ -18,19 +18,10 @@ from .target_shape import TargetLayers, embedding_width, llama_config, llama_fie
 
 logger = logging.get_logger(__name__)
 
-# Left out of files where they are None, so that the configs of published drafters stay as they are.
-_LEFT_OUT = ("embedding_size", "target_layer_ids", "converted_from")
-# Of an EAGLE-3 head alone.
-_EAGLE3_FIELDS = (
-    "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output", "qk_norm",
-)  # fmt: skip
-# Of an MTP layer alone, beside `serial_head` and `norm_output`.
-_MTP_FIELDS = ("mtp_state_first", "mtp_reads_normed", "mtp_final_norm")
-# Of a block drafter alone.
-_BLOCK_FIELDS = (
-    "block_size", "mask_token_id", "sample_from_anchor", "attention_windows", "attention_causal", "markov_rank",
-    "has_own_head",
+# Fields that every file has. The others are left out where they have their default, as in published configs.
+_IN_EVERY_FILE = (
+    "model", "num_serial_tokens", "num_parallel_heads", "num_residual_blocks", "transition_rank", "gumiho_fc_bias",
+    "initializer_range", "has_embedding", "tie_word_embeddings",
 )  # fmt: skip
 
 
@@ -175,15 +166,15 @@ class GumihoConfig(PreTrainedConfig):
         """
         if not isinstance(self.model, PreTrainedConfig if self.is_mtp else LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
-        smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        smallest = dict.fromkeys(("num_parallel_heads", "num_residual_blocks", "transition_rank"), 0)
+        smallest["num_serial_tokens"] = 0 if self.is_block else 1
+        for name, minimum in smallest.items():
+            if getattr(self, name) < minimum:
+                raise UserValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
+        if self.model.num_hidden_layers < 1:
+            raise UserValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
         if self.is_block:
             check_block(self)
-            smallest["num_serial_tokens"] = 0
-        values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
-        values["model.num_hidden_layers"] = self.model.num_hidden_layers, 1
-        for name, (value, minimum) in values.items():
-            if value < minimum:
-                raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
         if self.serial_head not in ("gumiho", "eagle3", "mtp", "block"):
@@ -257,16 +248,11 @@ class GumihoConfig(PreTrainedConfig):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
+        """Returns the fields, as `PreTrainedConfig.to_dict` does; without most of those that have their default."""
+        left_out = GumihoConfig.__annotations__.keys() - {*_IN_EVERY_FILE}
+        defaults = {field.name: field.default for field in dataclasses.fields(GumihoConfig) if field.name in left_out}
         fields: dict[str, Any] = super().to_dict()
-        left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        if self.serial_head == "gumiho":
-            left_out.update(_EAGLE3_FIELDS)
-        if not self.is_block:
-            left_out.update(_BLOCK_FIELDS)
-        if not self.is_mtp:
-            left_out.update(_MTP_FIELDS)
-        return {name: value for name, value in fields.items() if name not in left_out}
+        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
     @property
     def is_eagle3(self) -> bool:

@@ -85,8 +85,11 @@ class DecodingSettingsMixin:
     def set_generation_config(self, generation_config: GenerationConfig) -> None:
         """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
         # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {name: value for name, value in generation_config.to_dict().items() if not name.startswith("_")}
-        self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
+        settings: dict[str, Any] = dict.fromkeys(DECODING_SETTINGS)
+        for name, value in generation_config.to_dict().items():
+            if not name.startswith("_"):
+                settings[name] = value
+        self.generation_config = GenerationConfig(**settings)
 
 
 def override_settings(generation_config: GenerationConfig, **values: Any) -> None:
@@ -116,26 +119,22 @@ class DraftingSettings:
 
     Attributes:
         num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, 16 there for targets
-            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU. Can also be passed to `generate()`.
+            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU. A call may set it, too.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU and for targets with recurrent layers. Without parallel heads, at most 10.
-        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
-            parallel heads 5 by default. Of a block drafter at most its block, which it cuts. It never exceeds
-            `num_assistant_tokens`.
+        tree_depth: Longest drafted path in tokens, at most `num_assistant_tokens`. By default all serial tokens and
+            parallel heads, or the block; 5 where each level costs a pass.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
-            extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
-            (EAGLE-2's tree).
-        draft_temperature: Temperature of the draft scores: a number, or a list with one for each depth from 1 on. The
-            last also applies to all greater depths. By default (`None`) 2/3.
+            extend the `branching_factor` best nodes of each depth alone, as EAGLE-2 does.
+        draft_temperature: Temperature of the draft scores, 2/3 by default: a number, or a list with one for each
+            depth from 1 on, whose last one holds below.
         draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
         break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter pauses
             while it commits fewer. A number, a mapping from rows to numbers, or one of these for each of `greedy` and
             `sampled`. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures it.
         sampling_temperature: Temperature of the target, `None` if greedy. Not a setting of the drafter.
-        prompt_lookup_num_tokens: Number of tokens to draft by prompt lookup; 0 (the default) for none. Can also be
-            passed to `generate()`.
-        max_matching_ngram_size: Number of newest tokens to look up in the context: 2 by default, at most 8. Can also
-            be passed to `generate()`.
+        prompt_lookup_num_tokens: Tokens to draft by prompt lookup; 0 by default. A call may set it, too.
+        max_matching_ngram_size: Newest tokens to look up: 2 by default, at most 8. A call may set it, too.
     """
 
     num_assistant_tokens: int
@@ -180,9 +179,11 @@ class DraftingSettings:
 
         on_cpu = device_type == "cpu"
         is_small = on_cpu or has_states
-        depth, branching = config.max_draft_depth, _CPU_BRANCHING if is_small else _ACCELERATOR_BRANCHING
+        depth = config.max_draft_depth
+        branching = _CPU_BRANCHING if is_small else _ACCELERATOR_BRANCHING
         if config.drafts_serially:
-            depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
+            depth = min(depth, _SERIAL_DEPTH)
+            branching = min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
@@ -254,7 +255,9 @@ class DraftingSettings:
     @property
     def temperatures(self) -> tuple[float, ...]:
         """The draft temperature of each depth, from depth 1 down to `tree_depth`."""
-        given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
+        given = self.draft_temperature
+        if not isinstance(given, tuple):
+            given = (given,)
         return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
     @cached_property
@@ -273,7 +276,7 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def value_for_rows(value: Any, num_rows: int) -> Any:

@@ -23,8 +23,9 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     Raises:
         ValueError: It does not name distinct token ids of the vocabulary.
     """
-    values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
-    if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+    where = f"In the checkpoint {str(name_or_path)!r}, `{key}`"
+    values = torch.as_tensor(entry)
+    if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
         raise UserValueError(
             f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
             f"take it out to draft from all of the vocabulary."

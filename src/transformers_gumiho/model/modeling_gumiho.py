@@ -123,7 +123,7 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, target_config: PreTrainedConfig, embedding: torch.Tensor | None, **overrides: Any
     ) -> "GumihoModel":
         """
-        Makes an untrained drafter for a target of which only the config and the token embedding are at hand.
+        As [`from_target`], where only the target's config and its token embedding are at hand.
 
         Args:
             target_config: The target's.
@@ -187,8 +187,8 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """
-        Loads a drafter as `PreTrainedModel.from_pretrained` does, in the layouts of all tools, and refuses a checkpoint
-        that does not fit.
+        Loads a drafter in the layouts of all tools, as `PreTrainedModel.from_pretrained` does, and refuses a
+        checkpoint that does not fit.
 
         An output head is ignored, except of EAGLE-3 and block drafters: the target's is used. Of more parallel heads
         than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes the setting
@@ -266,8 +266,7 @@ class GumihoModel(GumihoPreTrainedModel):
         Args:
             fused: What [`fuse`] returned.
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
-                implementation takes, which is then used as it is. For a block drafter a list of these, one of each
-                layer.
+                implementation takes. For a block drafter a list of these, one of each layer.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
             cache: The serial head's cache. Extended in place.
 
@@ -315,7 +314,7 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
-            hidden_states (`(B, T, k * H)`): What [`read_target`] takes: the target's last states, or those of k layers.
+            hidden_states (`(B, T, k * H)`): The target's states, as [`read_target`] takes them.
             attention_mask, position_ids, cache (*optional*): As in [`run_serial_head`].
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
             unroll (`Callable`, *optional*): What drafts the serial tokens from the drafter's own features at every

@@ -34,10 +34,9 @@ class MtpLayout:
 
     Attributes:
         prefix: What all names begin with.
-        embedding_norm, state_norm, product, final_norm: What follows for the two norms before the product that makes
-            one state of an embedding and a state, for the product, and for the norm after the layer.
-        layer: What follows for the layer itself. The group `tail` is the name in the decoder's layer, `index` its
-            number if there may be several.
+        embedding_norm, state_norm, product, final_norm: What follows for the norms of an embedding and a state, the
+            product that makes one state of both, and the norm after the layer.
+        layer: What follows for the layer itself: `tail` as in the decoder's layer, `index` if there may be several.
         renamed: Parts of the layer that have other names in the decoder.
     """
 
@@ -101,10 +100,8 @@ class MtpFamily:
 
     Attributes:
         layout: The names of their tensors.
-        fields: Returns the fields, for the target's text config, of a model that has the first MTP layer alone.
-        reads_normed: Whether the layer reads the target's last state after its final norm.
-        feeds_normed: Whether the state that the layer reads in place of the target's is the one after its own norm.
-        final_norm: Whether there is a norm between the layer and the output head.
+        fields: Returns, for the target's text config, the fields of a model that has the first layer alone.
+        reads_normed, feeds_normed, final_norm: `mtp_reads_normed`, `norm_output` and `mtp_final_norm` of the drafter.
     """
 
     layout: MtpLayout
@@ -205,18 +202,9 @@ def mtp_fields(
     fields: Mapping[str, Any], tensor_names: Callable[[], Iterable[str]], name_or_path: Any
 ) -> dict[str, Any] | None:
     """
-    Returns the fields of a `GumihoConfig` for the MTP layers of a target.
-
-    Args:
-        fields: The content of the target's `config.json`.
-        tensor_names: Returns the names of the tensors in its checkpoint. Called where these may have MTP layers.
-        name_or_path: The target's, for errors.
-
-    Returns:
-        The fields; `None` where the checkpoint has no MTP layers.
-
-    Raises:
-        ValueError: It has some that are not available here.
+    Returns the fields of a `GumihoConfig` for the MTP layers of a target, by its `config.json` and the names of its
+    tensors, which are read where there may be such layers; `None` where there are none. Raises `ValueError` for layers
+    that are not available here.
     """
     if not may_have_mtp_layers(fields):
         return None
@@ -251,12 +239,8 @@ def mtp_fields(
 
 def mtp_names(fields: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, str], str | None]:
     """
-    Returns the drafter's names of the tensors of an MTP layer by their names in the target's checkpoint, and the name
-    of an output head that the checkpoint has for the layer; `None` without one.
-
-    Args:
-        fields: The content of the target's `config.json`, for which [`mtp_fields`] returns some.
-        names: The names of the tensors in its checkpoint.
+    Returns the drafter's names of an MTP layer's tensors by their `names` in the target's checkpoint, and the name of
+    an output head that came with the layer, or `None`. The target is one for which [`mtp_fields`] returns fields.
     """
     config, family = _family_of(fields, names, None)
     assert family is not None
@@ -286,7 +270,7 @@ def _family_of(
 
 
 def _family_like(config: PreTrainedConfig, names: Iterable[str], name_or_path: Any) -> MtpFamily | None:
-    """Returns how the MTP layers of a type without a line of its own can be read, if transformers describes them."""
+    """Returns how MTP layers of a type without a line of its own are read, if transformers describes them."""
     try:
         of_layers = config.get_mtp_config()
     except (AttributeError, ValueError):  # it describes none

@@ -102,8 +102,8 @@ class PublishedHead:
     Attributes:
         levels: The objects of its config, that of the layers first, without fields that have no value.
         flags: The fields of all of them; a later object decides.
-        rope: The fields of the rotary embedding, which configs may have in several places.
-        shapes: The shape of each tensor by its plain name, once they are read.
+        rope: The fields of the rotary embedding.
+        shapes: The shape of each tensor by its plain name.
     """
 
     def __init__(self, fields: dict[str, Any], own: str, name_or_path: Any):
@@ -156,13 +156,14 @@ class PublishedHead:
             f"one of Gumiho's, made for your target."
         )
 
+    def architectures(self) -> list[str]:
+        """Returns the names of classes in its config."""
+        return [name for level in self.levels for name in level.get("architectures", ())]
+
     def check_fields(self, known: set[str], neutral: Mapping[str, Any]) -> None:
         """
-        Raises an error for an unknown field that has a value.
-
-        Args:
-            known: The fields that the caller reads, beside those of any head.
-            neutral: Fields that change nothing while they have this value.
+        Raises an error for a field with a value that is not `known`, beside those of any head. Those of `neutral`
+        change nothing while they have the value there.
         """
         known = known | _READ | _LLAMA | vars(GenerationConfig()).keys()
         neutral = {**_NEUTRAL, **neutral}
@@ -170,7 +171,8 @@ class PublishedHead:
             if name in known or _IDLE.fullmatch(name):
                 continue
             # A field that is false, 0 or empty switches nothing on.
-            if value != neutral[name] if name in neutral else value not in (False, "", {}):
+            idle = [neutral[name]] if name in neutral else [False, "", {}]
+            if value not in idle:
                 raise self.refusal(
                     f"a head whose config says that `{name}` is {value!r}, which is not known here (if it changes "
                     f"nothing of the head, remove it)"
