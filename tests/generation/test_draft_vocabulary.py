@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,15 +196,6 @@ def test_vocabularies_out_of_range_are_refused(vocabulary: Any, found: str, monk
     needed = r"`draft_vocabulary` must be None or a list of distinct token ids from 0 to 7, but "
     with pytest.raises(ValueError, match=f"^{needed}{found}. Set it in the drafter's `generation_config`.$"):
         target.generate(**make_prompts([4]), max_new_tokens=4, assistant_model=drafter)
-
-
-def test_vocabulary_is_saved_with_the_drafter(tmp_path: Path) -> None:
-    target, drafter = make_pair(draft_vocabulary=SUBSET)
-    drafter.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "generation_config.json").read_text())["draft_vocabulary"] == SUBSET
-    loaded = GumihoModel.from_pretrained(tmp_path).eval()
-    assert loaded.generation_config.draft_vocabulary == SUBSET
-    assert trees_of(target, loaded) == trees_of(target, drafter)
 
 
 IDS = [40, 2, 3, 17, 49]

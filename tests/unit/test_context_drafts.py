@@ -3,7 +3,6 @@
 import itertools
 import math
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -118,23 +117,6 @@ def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
         text += [follower, 1]
     assert drafted[1:4] == [True] * 3
     assert not any(drafted[-20:])
-
-
-def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def seconds_of_cycles(num_tokens: int) -> float:
-        texts = [torch.randint(0, 500, (num_tokens,), generator=generator).tolist()]
-        drafts = ContextDrafts(lambda starts: [texts[0][starts[0] :]], [0], 10, 2, 500)
-        drafts.draft(CPU)
-        begin = time.thread_time()
-        for token in range(200):
-            texts[0] += [token, token + 1]
-            drafts.draft(CPU)
-        return time.thread_time() - begin
-
-    seconds_of_cycles(100)
-    assert seconds_of_cycles(64_000) < 5 * seconds_of_cycles(500)
 
 
 def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
