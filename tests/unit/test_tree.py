@@ -17,7 +17,7 @@ from transformers_gumiho.generation.tree.draft_tree import (
     tree_attention_mask,
 )
 from transformers_gumiho.generation.tree.merging import merge_branch, take_better_chain
-from transformers_gumiho.generation.tree.walk import ChildFinder, walk_tree
+from transformers_gumiho.generation.tree.walk import find_children, walk_tree
 
 
 def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:
@@ -107,7 +107,7 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
                 for child in range(1, tree.tokens.shape[1])
                 if int(tree.parents[row, child]) == node and int(tree.tokens[row, child]) == tokens[-1]
             ]
-            child, found = ChildFinder(tree).find(torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
+            child, found = find_children(tree, torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
             assert bool(found[row]) == bool(children)
             node = children[0] if children else None
             assert node is None or int(child[row]) == node

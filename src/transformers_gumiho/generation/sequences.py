@@ -20,9 +20,8 @@ class CommittedSequences:
     The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
 
     Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
-    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. The
-    arguments are as prepared by `generate()`. A streamer receives the tokens of each step, `(B,)`, as soon as all rows
-    have them.
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. A
+    streamer receives the tokens of each step, `(B,)`, as soon as all rows have them.
 
     Attributes:
         new_tokens: The new tokens of each row, on the host.
@@ -118,8 +117,9 @@ class CommittedSequences:
         # 2. Other criteria may end it earlier. They see the scores of the tokens before.
         if len(self.custom_criteria) > 0:
             lengths = self._apply_custom_criteria(lengths)
-            num_before = [start - self.prompt_length for start in self.lengths]
-            self.records.trim([before + length for before, length in zip(num_before, lengths, strict=True)])
+            ends = [start + number for start, number in zip(self.lengths, lengths, strict=True)]
+            for record in (self.records.logits, self.records.scores):
+                record.trim([end - self.prompt_length for end in ends])
         # 3. The rows grow.
         committed = path.cut(lengths)
         self.lengths = [start + length for start, length in zip(self.lengths, lengths, strict=True)]
@@ -154,22 +154,18 @@ class CommittedSequences:
         self.ends[row] = min(length, self.ends[row] or length)
 
     def _write(self, tokens: torch.Tensor, accepted_lengths: list[int]) -> None:
-        bounds = [(start, start + number) for start, number in zip(self.lengths, accepted_lengths, strict=True)]
-        longest = max(stop for _, stop in bounds)
-        if longest > self._buffer.shape[1]:
-            grown = self._buffer.new_full((len(bounds), 2 * longest), self.pad_token_id)
-            grown[:, : self._buffer.shape[1]] = self._buffer
-            self._buffer = grown
-        for row, (start, stop) in enumerate(bounds):
-            if stop > start:
-                self._buffer[row, start:stop] = tokens[row, : stop - start]
+        room, longest = self._buffer.shape[1], max(self.lengths) + max(accepted_lengths)
+        if longest > room:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, 2 * longest - room), value=self.pad_token_id)
+        for row, (start, number) in enumerate(zip(self.lengths, accepted_lengths, strict=True)):
+            if number:
+                self._buffer[row, start : start + number] = tokens[row, :number]
 
     def _apply_custom_criteria(self, accepted_lengths: list[int]) -> list[int]:
         """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
         starts, accepted_lengths = self.lengths, list(accepted_lengths)
         # 1. The lengths that any row has on its way, each asked for once, as plain decoding does.
-        new = [range(start + 1, start + number + 1) for start, number in zip(starts, accepted_lengths, strict=True)]
-        for length in sorted(set(itertools.chain(*new))):
+        for length in range(min(starts) + 1, max(starts) + max(accepted_lengths) + 1):
             rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
             if not rows:
                 continue
@@ -186,11 +182,9 @@ class CommittedSequences:
 
     def _warn_of_length(self) -> None:
         """Makes transformers' criterion warn, as in plain decoding, of a text beyond the target's positions."""
-        longest = min(max(self.lengths), self.max_length - 1)
-        limit = self._num_positions
-        if limit is not None and longest > limit:
-            # The criterion cannot end the text here.
-            MaxLengthCriteria(self.max_length, limit)(self.prefix(longest), None)
+        longest = min(max(self.lengths), self.max_length - 1)  # the criterion cannot end the text there
+        if self._num_positions is not None and longest > self._num_positions:
+            MaxLengthCriteria(self.max_length, self._num_positions)(self.prefix(longest), None)
             self._num_positions = None
 
     def _stream(self) -> None:
@@ -213,10 +207,7 @@ def max_length_of(
 
 
 class StepRecord:
-    """
-    Values of every generated token (scores, logits or states), recorded per row because rows advance by different
-    lengths. Without `enabled` nothing is recorded, and the record reads as `None`.
-    """
+    """Values of every generated token, row by row; without `enabled` nothing is recorded, and it reads as `None`."""
 
     def __init__(self, batch_size: int, enabled: bool):
         self.enabled = enabled
@@ -253,10 +244,7 @@ class StepRecord:
 
 
 class GenerationRecords:
-    """
-    What `generate()` returns of every token beside the text: the processed `scores`, the `logits`, hidden states, and
-    of each cycle where its drafts came from, and the number of tokens that it verified (`tree_sizes`) and committed.
-    """
+    """What `generate()` returns beside the text: values of every token, and what each cycle verified and committed."""
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
         returns_dict = bool(generation_config.return_dict_in_generate)
@@ -273,11 +261,6 @@ class GenerationRecords:
         """Records the scores and logits of the first `lengths[b]` tokens of each row."""
         self.logits.add(path.logits, lengths)
         self.scores.add(path.scores, lengths)
-
-    def trim(self, num_tokens: Sequence[int]) -> None:
-        """Keeps the scores and logits of the first `num_tokens[b]` new tokens of each row."""
-        self.logits.trim(num_tokens)
-        self.scores.trim(num_tokens)
 
     def add_prompt(self, hidden_states: Any) -> None:
         """Records the states of the prompt, which belong to the first token."""
@@ -305,11 +288,10 @@ class GenerationRecords:
 
     def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
         """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""
-        return [_without_last(*row) for row in zip(self._accepted_lengths, num_removed, strict=True)]
-
-
-def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
-    ends = list(itertools.accumulate(accepted_lengths))
-    total = (ends[-1] if ends else 0) - num_tokens
-    pairs = zip(accepted_lengths, ends, strict=True)
-    return [length - max(end - total, 0) for length, end in pairs if end - length < total]
+        kept = [list(row) for row in self._accepted_lengths]
+        for row, surplus in zip(kept, num_removed, strict=True):
+            while surplus and surplus >= row[-1]:
+                surplus -= row.pop()
+            if surplus:
+                row[-1] -= surplus
+        return kept

@@ -10,7 +10,7 @@ from transformers.generation import LogitsProcessorList
 from .sequences import CommittedSequences
 from .token_draws import NO_TOKEN, TokenDraws, sample_by_exponentials
 from .tree.draft_tree import DraftTree
-from .tree.walk import ChildFinder, Path, longest_path, pick, walk_tree
+from .tree.walk import Path, find_children, longest_path, pick, walk_tree
 from .verification.cycle_shapes import CycleShapes
 
 
@@ -48,7 +48,7 @@ _ROW_WISE_PROCESSORS: Set[type] = _PREFIX_FREE_PROCESSORS | {
 _ROW_WISE_CRITERIA: Set[type] = {generation.MaxTimeCriteria, generation.StopStringCriteria}
 
 # Where sampled tokens are drawn at all nodes of a tree at once, so that the host waits for the path and not for each
-# of its tokens. On a CPU there is no wait to save, and each node costs time: 4 ms for one with top-p, 62 ms for 63.
+# of its tokens. On a CPU there is no wait to save, and each node costs time.
 _AT_ONCE_DEVICES = ("cuda", "xpu")
 _MAX_BYTES = 256 << 20  # of the float32 scores of all nodes; processors make several tensors of their size
 
@@ -133,10 +133,10 @@ class TokenChooser:
 
     def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """Walks by the best tokens: one walk on the device."""
-        scores = self._process_nodes(tree, logits)
+        scores, walk = self._process_nodes(tree, logits), walk_to_best
         # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
-        is_root = tree.max_depth == 0
-        walk = walk_to_best if is_root else self.shapes.compiled(walk_to_best, tree.tokens.shape[1])
+        if tree.max_depth > 0:
+            walk = self.shapes.compiled(walk_to_best, tree.tokens.shape[1])
         return self._fetch_path(*walk(tree, scores), logits, scores)
 
     def _commit_drawn(
@@ -167,13 +167,11 @@ class TokenChooser:
         """Brings what [`walk_tree`] returns to the host: the one time in a cycle that the host waits."""
         host_tokens = [tokens[:count] for count, *tokens in packed.tolist()]
         path, records = Path(nodes, packed[:, 1:], host_tokens), self.sequences.records
-        if not (records.logits.enabled or records.scores.enabled):
-            return path
-        recorded = [
-            pick(values, nodes).to(dtype=torch.float32, device=nodes.device) if is_recorded else None
-            for values, is_recorded in ((logits, records.logits.enabled), (scores, records.scores.enabled))
-        ]
-        return replace(path, logits=recorded[0], scores=recorded[1])
+        if records.logits.enabled:
+            path = replace(path, logits=pick(logits, nodes).to(nodes.device, torch.float32))
+        if records.scores.enabled:
+            path = replace(path, scores=pick(scores, nodes).to(nodes.device, torch.float32))
+        return path
 
     def _commit_steps(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """
@@ -182,7 +180,6 @@ class TokenChooser:
         """
         sequences, steps = self.sequences, []
         node = tree.parents[:, :1]
-        children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
         first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
         walking = sequences.open_rows
@@ -196,7 +193,7 @@ class TokenChooser:
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
             # 2. The child that carries it: the draft is accepted. Without one, it is the bonus token.
-            child, found = children.find(node, tokens)
+            child, found = find_children(tree, node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
             host_tokens = [[token] if takes else [] for (token, _), takes in zip(host, walking, strict=True)]
             for row in host_tokens:
@@ -215,12 +212,11 @@ class TokenChooser:
         open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
         if self._are_rows_together and (is_open != walking or not all(has_child[row] for row in open_rows)):
             return [False] * len(walking)
+        # A sampled row may be so far ahead of the slowest one that its draws are not kept.
         slowest = min((lengths[row] for row in open_rows), default=0)
         max_lead = float("inf") if self._draws is None else self._draws.max_lead
-        return [
-            walking[row] and has_child[row] and is_open[row] and lengths[row] - slowest < max_lead
-            for row in range(len(walking))
-        ]
+        in_reach = [length - slowest < max_lead for length in lengths]
+        return [all(of_row) for of_row in zip(walking, has_child, is_open, in_reach, strict=True)]
 
     def _steps(self, takes_token: Sequence[bool]) -> list[int | None]:
         """Returns the number of generated tokens of each row, `None` for rows that take no token."""

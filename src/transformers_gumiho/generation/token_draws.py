@@ -57,8 +57,8 @@ class TokenDraws:
     The draws of a generation: of each, the exponential variates `(B, V)`.
 
     Plain decoding draws the k-th new token of all rows at once. So a row's k-th token uses the row's part of the k-th
-    draw, whenever the row gets there, and the same seed samples the same text as plain decoding. A row takes the noise
-    of each token exactly once, whatever was drafted. So the drafter may know all of it.
+    draw, whenever the row gets there, and the same seed samples the same text. A row takes the noise of each token
+    exactly once, whatever was drafted. So the drafter may know all of it.
 
     Draws that were made are kept until the slowest row has taken them; [`max_lead`] limits their number. Draws that
     were only previewed wait in a second queue:
@@ -67,7 +67,7 @@ class TokenDraws:
       the generator since, because plain decoding would then draw other numbers, too.
     - With `reserve` they are taken from the device's generator, and always used; [`return_unused`] gives the rest
       back. This is needed if rows may be at different steps, or if several tokens are drawn at once: otherwise the
-      noise of a row would depend on how many of its drafts were accepted, and so on the noise itself.
+      noise of a row would depend on its own accepted drafts.
     """
 
     def __init__(self, batch_size: int, reserve: bool):
@@ -188,8 +188,8 @@ class TokenDraws:
         of_rows = []
         for row, start in enumerate(starts):
             own = draws[start - used.start :][:num_draws]
-            of_rows += [of_draw[row] for of_draw in own]
-        return torch.stack(of_rows).unflatten(0, (len(starts), num_draws))
+            of_rows.append(torch.stack([of_draw[row] for of_draw in own]))
+        return torch.stack(of_rows)
 
     def _preview(self, num_draws: int) -> None:
         """Previews the draws that come next, up to `num_draws` of them."""

@@ -37,9 +37,9 @@ DraftSource = Literal["drafter", "pause", "end"]
 class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter", also if prompt lookup added some; "pause" if the drafter
-    is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the target's positions
-    have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this one, and
-    `break_even` are the tokens per row that a drafted cycle must commit.
+    is paused, with prompt-lookup drafts or the root alone; or "end" with the root alone, if no draft can be accepted.
+    Of a pause, `num_left` counts the remaining cycles after this one, and `break_even` are the tokens per row that a
+    drafted cycle must commit.
     """
 
     source: DraftSource
@@ -121,13 +121,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         generation: GenerationView,
     ) -> "GumihoCandidateGenerator":
         """
-        Returns the candidate generator of a generation.
-
-        Args:
-            session: The target's session, after the prefill.
-            assistant_model: The drafter.
-            settings: Its settings for the batch.
-            generation: What the drafter sees of the generation.
+        Returns the candidate generator of a generation, for the target's session after the prefill, the drafter with
+        its settings for the batch, and what it sees of the generation.
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
@@ -290,10 +285,9 @@ def estimate_break_even(
 ) -> float:
     """
     Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
-    passes of the drafter in a cycle, `T` those of the target's layers and output head. Of experts those count that one
-    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `num_computed`
-    are these nodes with what else the pass computes in each row: tokens that run again, and padding. `gumiho tune`
-    measures the value.
+    passes of the drafter in a cycle, `T` those of the target's layers and output head; of experts, those that one
+    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens; `num_computed`
+    are these nodes with what else the pass computes in each row. `gumiho tune` measures the value.
     """
     estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
     if input_device(target).type == "cpu":

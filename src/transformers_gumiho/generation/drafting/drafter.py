@@ -181,9 +181,11 @@ class GumihoDrafter:
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         n = tokens.shape[1]
-        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
+        visible, offsets = self._causal[:, :n, :n], self._offsets[:, :n]
+        if n > self._max_committed:  # after a pause
+            visible, offsets = self._causal_block(n)
         fused = self._fuse(tokens, target_states, are_targets=True)
-        return self._run_block(fused, *block, position_ids)
+        return self._run_block(fused, visible, offsets, position_ids)
 
     def _draft_after(
         self,
@@ -232,15 +234,16 @@ class GumihoDrafter:
         for step in range(1, self._num_serial + 1):
             # 1. The best tokens after each path, by the features that predict them, make the next level.
             logits = self.score(self.assistant_model.predict(feature)[:, None])
-            found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
-            tokens, log_probs = (tensor.squeeze(1) for tensor in found)
+            tokens, log_probs = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
+            tokens, log_probs = tokens.squeeze(1), log_probs.squeeze(1)
             levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
             # 2. The best paths go on: each has its own tokens, and the features that predict the next ones.
-            parents = level.parents.to(feature.device)
-            tokens = level.tokens if self.token_ids is None else self.token_ids.to(level.tokens.device)[level.tokens]
+            parents, tokens = level.parents.to(feature.device), level.tokens
+            if self.token_ids is not None:
+                tokens = self.token_ids.to(tokens.device)[tokens]
             fused = self._fuse(tokens.to(feature.device), gather_rows(feature, parents))
             if self._num_heads > 0:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
