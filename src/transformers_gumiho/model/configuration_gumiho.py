@@ -154,7 +154,8 @@ class GumihoConfig(PreTrainedConfig):
         if self.model is None:
             self.model = LlamaConfig(num_hidden_layers=2)
         elif isinstance(self.model, dict):
-            self.model = AutoConfig.for_model(**self.model) if self.is_mtp else llama_config(self.model)
+            make = AutoConfig.for_model if self.is_mtp else llama_config
+            self.model = make(**self.model)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -211,7 +212,8 @@ class GumihoConfig(PreTrainedConfig):
             # Offline, a file that the repository lacks and one that was not downloaded look the same.
             if not isinstance(getattr(error.__cause__, "__cause__", None), LocalEntryNotFoundError):
                 raise
-            fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
+            fields, cause = {}, error
+            lack = "has no config.json in the cache (the Hub was not reached)"
         if not fields:
             folder = find_packaged_folder(name)
             if folder is None and os.path.isfile(os.path.join(name, "generation_config.json")):
@@ -264,10 +266,6 @@ class GumihoConfig(PreTrainedConfig):
         """Whether the serial head is a target's multi-token prediction layer."""
         return self.serial_head == "mtp"
 
-    def is_of_target(self, name_or_path: Any) -> bool:
-        """Whether this was read from the checkpoint of a target, `name_or_path`, that has MTP layers."""
-        return self.is_mtp and self.converted_from == str(name_or_path)
-
     @property
     def is_block(self) -> bool:
         """Whether the drafter drafts all tokens in one pass over a block, as DFlash and DSpark do."""
@@ -298,7 +296,8 @@ class GumihoConfig(PreTrainedConfig):
             return TargetLayers((last,), is_last_normed=False)
         if self.serial_head in ("gumiho", "mtp"):
             return TargetLayers.of(self.target_layer_ids)
-        ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
+        ids = self.target_layer_ids
+        num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
         if ids is None:
             # Those of the paper.
             ids = [1, num_layers // 2 - 1, num_layers - 4]

@@ -281,16 +281,8 @@ def _is_positive(value: Any) -> bool:
 
 def value_for_rows(value: Any, num_rows: int) -> Any:
     """
-    Returns a setting's value for a batch: that of the largest key not above `num_rows`, else that of the smallest.
-
-    Args:
-        value: One value for all batches, or a mapping from rows to values. Keys are integers, or strings as in JSON.
-        num_rows: Rows of the batch, after `num_return_sequences`.
-
-    Raises:
-        ValueError: The mapping is empty, or a key is not a number of rows.
-
-    Example:
+    Returns a setting's value for a batch of `num_rows`. Of a mapping from rows to values it is that of the largest key
+    not above them, else that of the smallest. Keys are integers, or strings as in JSON.
 
         >>> value_for_rows({"1": 12, "4": 4, "8": 2}, 5)
         4

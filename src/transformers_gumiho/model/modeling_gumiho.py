@@ -95,8 +95,10 @@ class GumihoModel(GumihoPreTrainedModel):
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
-        own = [type(module).__name__ for module in (self.serial_layers[0], self.transition) if module is not None]
-        self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
+        own = {type(self.serial_layers[0]).__name__, *self._no_split_modules}
+        if self.transition is not None:
+            own.add(type(self.transition).__name__)
+        self._no_split_modules = sorted(own)  # type: ignore[misc]
         self.gradient_checkpointing = False
         # Of an output head that came with an MTP layer. The target's has to be the same.
         self.register_buffer(HEAD_ROWS, None)
@@ -206,11 +208,13 @@ class GumihoModel(GumihoPreTrainedModel):
             # The tensors show what it is. transformers does not hand their place to the config.
             where = kwargs.pop("config", None) or source
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
-            fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
-            options = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
+            options = {"config": config}
+            for name, value in kwargs.items():
+                if name in unused or not hasattr(config, name):
+                    options[name] = value
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         config = options.get("config")
-        if isinstance(config, GumihoConfig) and config.is_of_target(source):
+        if isinstance(config, GumihoConfig) and config.is_mtp and config.converted_from == str(source):
             tensors = read_mtp_layers(source, options)
             head_rows = tensors.get(HEAD_ROWS)
             elsewhere = {name: value for name, value in options.items() if name not in PLACES}
@@ -339,7 +343,8 @@ class GumihoModel(GumihoPreTrainedModel):
         if unroll is None:
             features = self.run_serial_head(fused, attention_mask, position_ids, cache, **kwargs)
         else:
-            features, unrolled, path_inputs = unroll(self, input_ids, fused, attention_mask, position_ids, **kwargs)
+            found = unroll(self, input_ids, fused, attention_mask, position_ids, **kwargs)
+            features, unrolled, path_inputs = found
         if serial_only:
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
             parallel_features = features.new_zeros(len(features), 0, num_paths, features.shape[-1])

@@ -66,8 +66,9 @@ def read_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, 
         if own_head is not None:
             with safe_open(cached(name_or_path, files[own_head], options), framework="pt") as stored:
                 head_rows[HEAD_ROWS] = stored.get_slice(own_head)[:_NUM_HEAD_ROWS]
-    inner = fields.get("text_config")
-    quantization = fields.get("quantization_config") or (inner or {}).get("quantization_config") or {}
+    quantization: dict[str, Any] = {}
+    for level in (fields.get("text_config") or {}, fields):
+        quantization |= level.get("quantization_config") or {}
     return dequantized(tensors, quantization, name_or_path) | head_rows
 
 

@@ -66,7 +66,8 @@ class MtpLayout:
                 found[name] = part + groups[f"{part}_end"]
                 continue
             first, dot, rest = groups["tail"].partition(".")
-            found[name] = f"decoder.layers.{groups.get('index') or 0}.{self.renamed.get(first, first)}{dot}{rest}"
+            layer = f"decoder.layers.{groups.get('index') or 0}"
+            found[name] = f"{layer}.{self.renamed.get(first, first)}{dot}{rest}"
         return found
 
 
@@ -127,9 +128,11 @@ def _of_exaone(config: PreTrainedConfig) -> dict[str, Any]:
     kinds = getattr(config, "mtp_layer_types", None) or config.layer_types
     windows = getattr(config, "mtp_sliding_windows", None) or [config.sliding_window]
     # A layer of this class without a window has no rotary embedding. This one always has, so it gets a window for all.
-    is_sliding = kinds[0] == "sliding_attention"
-    window = windows[0] or config.sliding_window if is_sliding else config.max_position_embeddings
-    return {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "sliding_window": window}
+    window = config.max_position_embeddings
+    if kinds[0] == "sliding_attention":
+        window = windows[0] or config.sliding_window
+    fields = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+    return fields | {"sliding_window": window}
 
 
 def _of_nemotron(config: PreTrainedConfig) -> dict[str, Any]:
@@ -218,7 +221,8 @@ def mtp_fields(
         return None
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise _refusal(name_or_path, "they have a token embedding of their own (`mtp_use_dedicated_embeddings`)")
-    of_layer, num_layers = _config_of_layer(config, family), _count_layers(names, config.num_hidden_layers)
+    of_layer = _config_of_layer(config, family)
+    num_layers = _count_layers(names, config.num_hidden_layers)
     if num_layers > of_layer.num_hidden_layers:
         logger.warning_once(f"{str(name_or_path)!r} has {num_layers} MTP layers. The first one drafts all tokens.")
     return {

@@ -133,7 +133,8 @@ class PublishedHead:
             beside = ("rope_theta", "original_max_position_embeddings")
             found += [(name, level[name]) for name in beside if name in level]
             for part in ("rope_parameters", "rope_scaling"):
-                found += [("rope_type" if name == "type" else name, v) for name, v in level.get(part, {}).items()]
+                for name, value in level.get(part, {}).items():
+                    found.append(("rope_type" if name == "type" else name, value))
         # Another type goes before the default, which some tools write beside it.
         found = [field for field in found if field != ("rope_type", "default")]
         rope = {"rope_type": "default"} | dict(found)
@@ -219,7 +220,8 @@ class PublishedHead:
         heads = q_rows // norm[0] if norm else heads
         if heads is None:
             raise self.fault("it gives no `num_attention_heads`")
-        if q_rows % heads or k_rows % (q_rows // heads) or (kv_heads and q_rows * kv_heads != k_rows * heads):
+        is_whole = q_rows % heads == 0 and k_rows % (q_rows // heads) == 0
+        if not is_whole or (kv_heads and q_rows * kv_heads != k_rows * heads):
             raise self.fault(
                 f"`layers.0.self_attn.q_proj.weight` has {q_rows} rows for {heads} heads (`num_attention_heads`), and "
                 f"`layers.0.self_attn.k_proj.weight` has {k_rows} for {kv_heads} (`num_key_value_heads`)"

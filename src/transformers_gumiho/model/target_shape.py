@@ -64,10 +64,7 @@ def state_width(target_config: PreTrainedConfig) -> int:
 def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
     """
     Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order. Negative `layer_ids`
-    count from the last one down.
-
-    Raises:
-        ValueError: The target does not have one of them.
+    count from the last one down. Raises `ValueError` for layers that the target does not have.
     """
     text_config = target_config.get_text_config(decoder=True)
     num_layers = text_config.num_hidden_layers
@@ -86,12 +83,7 @@ def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int])
 
 
 def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns the fields of the drafter's Llama config that follow from the target's text config.
-
-    Raises:
-        ValueError: The target has no vocabulary or hidden size, and `overrides` gives none.
-    """
+    """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     for name in ("vocab_size", "hidden_size"):
         if not hasattr(target, name) and name not in overrides:
             raise UserValueError(
@@ -135,9 +127,8 @@ class SerialHeadConfig(LlamaConfig):
             super().validate_architecture()
 
 
-def llama_config(fields: dict[str, Any]) -> SerialHeadConfig:
+def llama_config(model_type: str = LlamaConfig.model_type, **fields: Any) -> SerialHeadConfig:
     """Returns the config of the layers of a serial head. Raises `ValueError` for fields of another type."""
-    model_type = fields.get("model_type", LlamaConfig.model_type)
     if model_type != LlamaConfig.model_type:
         raise UserValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
     return SerialHeadConfig(**fields)
