@@ -26,8 +26,8 @@ class GenerationObserver:
     """
     Callbacks of a generation with draft trees; see [`observing`]. Override the methods that you need.
 
-    The methods run in the thread that generates. An exception in them ends the generation. To time a stage,
-    synchronize the device first, because its work may be unfinished when the stage ends.
+    The methods run in the thread that generates. An exception in them ends the generation. When a stage ends, the
+    device may not have finished its work.
     """
 
     def on_generation_begin(self, batch_size: int) -> None:
@@ -49,18 +49,14 @@ class GenerationObserver:
 
         Args:
             tree: The draft tree that was verified.
-            path: The committed path, as wide as that of the longest row. If a text ends within a drafted path, the
-                last token is a draft instead of a bonus token.
+            path: The committed path. Where a text ends within it, the last token is a draft instead of a bonus token.
         """
 
     def on_prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
         """
-        Called after the prefill. The tensors must be copied, not kept.
-
-        Args:
-            input_ids (`(B, P)`): The prompt; `P` is 0 where it was given as `inputs_embeds`.
-            states: The target's states of the newest `T` of its tokens, fewer than `P` after a cache of the caller's.
-            mask (`(B, P)`, *optional*): False at padding. `None` without any.
+        Called after the prefill, with the prompt `(B, P)`, empty where it was given as `inputs_embeds`, the target's
+        states of its newest tokens, those that no cache of the caller's had, and a mask `(B, P)` that is false at
+        padding, or `None`. The tensors must be copied, not kept.
         """
 
     def on_states(self, states: TargetStates, counts: Sequence[int]) -> None:
@@ -77,12 +73,12 @@ class GenerationObserver:
 MakeObserver = Callable[[GumihoModel], GenerationObserver | None]
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.observers: list[MakeObserver] = []
 
 
-def _observers_of_thread() -> list[MakeObserver]:
-    found: list[MakeObserver] = vars(_of_thread).setdefault("observers", [])
-    return found
+_of_thread = _OfThread()
 
 
 @contextmanager
@@ -91,7 +87,7 @@ def observing(observer: GenerationObserver, target: nn.Module | None = None) -> 
     Calls the methods of `observer` in all generations that this thread begins within the `with` block, or, with a
     `target`, in all of this target's in any thread. Blocks can be nested or overlap, and end in any order and thread.
     """
-    observers = _observers_of_thread() if target is None else memory_of(as_target(target)).observers
+    observers = _of_thread.observers if target is None else memory_of(as_target(target)).observers
     make: MakeObserver = lambda drafter: observer  # noqa: E731 (one of its own for each block)
     observers.append(make)
     try:
@@ -102,7 +98,7 @@ def observing(observer: GenerationObserver, target: nn.Module | None = None) -> 
 
 def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[GenerationObserver, ...]:
     """Returns the observers of a call that begins."""
-    made = [make(drafter) for make in (*_observers_of_thread(), *memory_of(target).observers)]
+    made = [make(drafter) for make in (*_of_thread.observers, *memory_of(target).observers)]
     return tuple(observer for observer in made if observer is not None)
 
 

@@ -108,10 +108,10 @@ class CommittedSequences:
         They are recorded, and the streamer gets the steps that all rows have. Returns what is committed.
         """
         # 1. Each row ends at an end-of-sequence token or the length limit, which are known on the host.
-        lengths = [
-            self._count_to_end(row, tokens) if self.open_rows[row] else 0
-            for row, tokens in enumerate(path.host_tokens)
-        ]
+        lengths = [0] * len(self.lengths)
+        for row, tokens in enumerate(path.host_tokens):
+            if self.open_rows[row]:
+                lengths[row] = self._count_to_end(row, tokens)
         self._write(path.tokens, lengths)
         self.records.add_tokens(path, lengths)
         # 2. Other criteria may end it earlier. They see the scores of the tokens before.
@@ -233,14 +233,14 @@ class StepRecord:
             return None
         if num_steps == 0:
             return ()
-        for step in range(len(self._complete), min(num_steps, *(len(steps) for steps in self._rows))):
+        num_complete = min(num_steps, *map(len, self._rows))
+        for step in range(len(self._complete), num_complete):
             self._complete.append(torch.stack([steps[step] for steps in self._rows]))
+        found = self._complete[:num_steps]
         zeros = torch.zeros_like(next(steps[0] for steps in self._rows if steps))
-        ragged = [
-            torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows])
-            for step in range(len(self._complete), num_steps)
-        ]
-        return (*self._complete[:num_steps], *ragged)
+        for step in range(len(found), num_steps):
+            found.append(torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows]))
+        return tuple(found)
 
 
 class GenerationRecords:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..commands import UserValueError
 from ..files import check_is_no_snapshot
 from .configuration_gumiho import GumihoConfig
 
@@ -36,7 +35,7 @@ class SavingMixin:
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
         *args: Any,
-        save_embedding: bool | None = None,
+        save_embedding: bool = True,
         **kwargs: Any,
     ) -> None:
         """
@@ -44,21 +43,21 @@ class SavingMixin:
         answers `custom_generate=<this drafter>`.
 
         Args:
-            save_embedding (`bool`, *optional*): Whether the token embedding is saved; by default, where the drafter
-                has one of its own. What is loaded from files without it reads the embedding of its target.
+            save_embedding (`bool`, defaults to `True`): Whether to save the token embedding that the drafter has of
+                its own. What is loaded from files without one reads the embedding of its target.
 
         Raises:
             OSError: The folder holds links to files elsewhere.
-            ValueError: The embedding is to be saved and the drafter has none, also not its target's.
         """
         check_is_no_snapshot(save_directory)
         if self.config.is_mtp:
             # By the names in memory, as trainers read checkpoints: a target's files may hold each expert apart.
             kwargs.setdefault("save_original_format", False)
         had_embedding = self.config.has_embedding
-        if save_embedding not in (None, had_embedding):
-            state_dict = self._with_embedding(save_embedding, state_dict or self.state_dict())  # type: ignore[attr-defined]
-            self.config.has_embedding = save_embedding
+        if not save_embedding:
+            tensors = state_dict or self.state_dict()  # type: ignore[attr-defined]
+            state_dict = {name: tensor for name, tensor in tensors.items() if name != _EMBEDDING}
+            self.config.has_embedding = False
         try:
             super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -66,17 +65,6 @@ class SavingMixin:
         # transformers logs why it does not save into a file.
         if self.should_save_on_this_rank(is_main_process) and not Path(save_directory).is_file():  # type: ignore[attr-defined]
             self._save_companions(Path(save_directory))
-
-    def _with_embedding(self, is_saved: bool, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors = {name: tensor for name, tensor in tensors.items() if name != _EMBEDDING}
-        if not is_saved:
-            return tensors
-        if self.embed_tokens.weight is None:  # type: ignore[attr-defined]
-            raise UserValueError(
-                "`save_embedding=True`, but this drafter has no token embedding yet. "
-                "Call `drafter.share_embedding(target)` first."
-            )
-        return tensors | {_EMBEDDING: self.embed_tokens.weight}  # type: ignore[attr-defined]
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
         # `save_pretrained(push_to_hub=True)` uploads before it returns.

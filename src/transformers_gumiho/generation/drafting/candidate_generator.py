@@ -318,23 +318,23 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
 
 def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
     """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
-    text_config = drafter.config.get_text_config()
-    modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
+    text_config, decoder = drafter.config.get_text_config(), find_decoder(target)
     per_token = _experts_per_token(target.config.get_text_config(decoder=True))
-    layers = sum(_num_read(parameter, per_token) for module in modules for parameter in module.parameters(False))
+    embeddings = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
+    layers = _size(decoder, per_token) - sum(map(_size, embeddings))
     return layers + text_config.vocab_size * text_config.hidden_size
 
 
 def _size(module: nn.Module, experts_per_token: int | None = None) -> int:
-    return sum(_num_read(parameter, experts_per_token) for parameter in module.parameters())
-
-
-def _num_read(parameter: torch.Tensor, experts_per_token: int | None) -> int:
-    """Returns how many numbers of a parameter a pass over one token reads."""
-    # transformers keeps the weights of all experts in one tensor (experts, rows, columns).
-    if experts_per_token is None or parameter.ndim != 3:
-        return parameter.numel()
-    return parameter[0].numel() * min(experts_per_token, len(parameter))
+    """Returns how many numbers of a module's parameters a pass over one token reads."""
+    size = 0
+    for parameter in module.parameters():
+        share = 1.0
+        # transformers keeps the weights of all experts in one tensor (experts, rows, columns).
+        if experts_per_token is not None and parameter.ndim == 3:
+            share = min(experts_per_token / len(parameter), 1.0)
+        size += round(parameter.numel() * share)
+    return size
 
 
 def _experts_per_token(config: Any) -> int | None:

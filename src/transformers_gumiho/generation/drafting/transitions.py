@@ -28,7 +28,7 @@ class DraftTransitions:
     """
     What the token above a parallel head's draft adds to the draft's logit, as two tables over the `K` tokens that may
     be drafted: the product of one row of each. They are kept while the weights stay the same. `num_heads` heads draft;
-    `memory` is given if captured graphs read the tables. The other arguments are those of [`GumihoDrafter`].
+    `memory` is given if captured graphs read the tables.
     """
 
     def __init__(
@@ -44,10 +44,14 @@ class DraftTransitions:
         embedding = model.embed_tokens.weight.detach()
 
         def make() -> list[torch.Tensor]:
-            drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
-            up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
+            drafted = embedding
+            if token_ids is not None:
+                drafted = embedding[token_ids.to(embedding.device)]
+            up = torch.stack([head.up.detach() for head in heads])
+            up = up.transpose(1, 2) * _STEP  # (heads, rank, H)
             # The output head is linear, but for its bias.
-            below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
+            bias = lm_head(torch.zeros_like(up[:1, :1]))
+            below = (lm_head(up) - bias) / _STEP
             above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
             # (heads, K, rank) both
             return [torch.stack(above).to(below), below.transpose(1, 2).contiguous()]
