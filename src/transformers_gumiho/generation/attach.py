@@ -84,8 +84,8 @@ def detach(target: nn.Module) -> None:
 def attached(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> Iterator[GumihoModel]:
     """
     Attaches a drafter within a `with` block, and restores the former attachment afterwards. Blocks of several threads
-    or tasks may overlap and end in any order: of those that are open, the last one counts, in all threads. See
-    [`attach`] for the arguments.
+    or tasks may overlap and end in any order: of those that are open, the last one counts, in all threads. The
+    arguments are those of [`attach`].
     """
     inner = as_target(target)
     attachments = memory_of(inner).attachments

@@ -14,7 +14,13 @@ from .configuration_gumiho import GumihoConfig
 _EMBEDDING = "embed_tokens.weight"
 
 # What `generate(custom_generate=<repository>)` runs: it names the argument that takes a drafter.
-_CUSTOM_GENERATE = "from transformers_gumiho.custom_generation import generate\n\n__all__ = ['generate']\n"
+_CUSTOM_GENERATE = '''"""Says that a drafter is an `assistant_model`."""
+
+from transformers_gumiho.custom_generation import generate
+
+
+__all__ = ["generate"]
+'''
 
 
 class SavingMixin:

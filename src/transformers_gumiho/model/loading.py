@@ -342,7 +342,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
             # As it was written: a buffer of another shape or type may hold anything.
             _read_vocabulary("d2t", vocab_size, source, options)
         return
-    keys = sorted(filter(VOCABULARY_ENTRY.fullmatch, unexpected))
+    keys = sorted(key for key in unexpected if VOCABULARY_ENTRY.fullmatch(key))
     if len(keys) > 1:
         raise UserValueError(
             f"The checkpoint {str(source)!r} carries its draft vocabulary more than once: {', '.join(keys)}. Keep one "
@@ -354,7 +354,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
                 return
             drafter.generation_config.draft_vocabulary = token_ids
         unexpected.remove(key)
-        unexpected.difference_update(list(filter(VOCABULARY_MASK.fullmatch, unexpected)))
+        unexpected.difference_update([other for other in unexpected if VOCABULARY_MASK.fullmatch(other)])
 
 
 def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[str, Any]) -> list[int] | None:

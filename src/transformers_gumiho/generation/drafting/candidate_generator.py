@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from ...model.decoding_settings import DraftingSettings
+from ...model.decoding_settings import NEVER_PAUSES, DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
@@ -91,7 +91,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     Args:
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
-        break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
+        break_even (`float`, defaults to 1): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
         first_cycles ([`FirstCycles`], *optional*): Counts what the first cycles with this drafter commit.
 
@@ -99,7 +99,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     """
 
     context: ContextDrafts | None = None
-    break_even: float | None = None
+    break_even: float = NEVER_PAUSES
     first_cycles: FirstCycles | None = None
 
     requires_model_outputs: ClassVar[bool] = True
@@ -107,7 +107,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pause = None if self.break_even is None else DraftingPause(self.break_even)
+        self._pause = DraftingPause(self.break_even)
         self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
         self._num_drafted = 0  # nodes of the drafter's newest tree, root not included
         self.origin = DraftOrigin("drafter")
@@ -121,8 +121,13 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         generation: GenerationView,
     ) -> "GumihoCandidateGenerator":
         """
-        Returns the candidate generator of a generation, for the target's session after the prefill, the drafter with
-        its settings for the batch, and what it sees of the generation.
+        Returns the candidate generator of a generation.
+
+        Args:
+            session: The target's session, after the prefill.
+            assistant_model: The drafter.
+            settings: Its settings for the batch.
+            generation: What the drafter sees of the generation.
         """
         # Only their device and dtype: the drafter must not keep the states of the prompt.
         last = session.prefill.states.last
@@ -195,18 +200,16 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     def _next_origin(self, committed: CommittedTokens) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
-        pause = self._pause
         if self._num_drafted and self.origin.source == "drafter":
             is_open = [length > 0 for length in committed.accepted_lengths]
             right = [0] * len(is_open) if self.context is None else self.context.num_right
             num_open = max(sum(is_open), 1)
             tokens = sum(committed.accepted_lengths) / num_open
-            if pause is not None:
-                pause.observe(tokens, sum(compress(right, is_open)) / num_open)
+            self._pause.observe(tokens, sum(compress(right, is_open)) / num_open)
             if self.first_cycles is not None:
                 self.first_cycles.observe(tokens)
-        if pause is not None and pause.take_cycle():
-            return DraftOrigin("pause", pause.num_left, self.break_even)
+        if self._pause.take_cycle():
+            return DraftOrigin("pause", self._pause.num_left, self.break_even)
         return DraftOrigin("drafter")
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:

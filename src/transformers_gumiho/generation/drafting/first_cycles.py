@@ -42,4 +42,4 @@ class FirstCycles:
 def first_cycles_of(target: nn.Module, drafter: GumihoModel) -> FirstCycles | None:
     """Returns the count of a pair; `None` for a drafter of this package's own format."""
     source = drafter.config.converted_from
-    return source and memory_of(target).first_cycles.setdefault(drafter, FirstCycles(source))
+    return None if source is None else memory_of(target).first_cycles.setdefault(drafter, FirstCycles(source))
