@@ -201,9 +201,10 @@ def max_length_of(
     stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, prompt_length: int
 ) -> int:
     """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
-    lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
+    lengths = [own.max_length for own in stopping_criteria if type(own) is MaxLengthCriteria]
+    shortest = min(lengths, default=generation_config.max_length)
     # Criteria are asked after a token, so there is always one. A length that is no integer is reached by the next one.
-    return max(math.ceil(min(lengths, default=generation_config.max_length)), prompt_length + 1)
+    return max(math.ceil(shortest), prompt_length + 1)
 
 
 class StepRecord:
@@ -247,10 +248,11 @@ class GenerationRecords:
     """What `generate()` returns beside the text: values of every token, and what each cycle verified and committed."""
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        self.scores = StepRecord(batch_size, returns_dict and bool(generation_config.output_scores))
-        self.logits = StepRecord(batch_size, returns_dict and bool(generation_config.output_logits))
-        self._has_states = returns_dict and bool(generation_config.output_hidden_states)
+        config = generation_config
+        returns_dict = bool(config.return_dict_in_generate)
+        self.scores = StepRecord(batch_size, returns_dict and bool(config.output_scores))
+        self.logits = StepRecord(batch_size, returns_dict and bool(config.output_logits))
+        self._has_states = returns_dict and bool(config.output_hidden_states)
         self._prompt_states: tuple[torch.Tensor, ...] | None = None
         self._layers: list[StepRecord] = []  # the hidden states of the later tokens
         self.draft_origins: list[Any] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from transformers import generation
@@ -103,7 +104,8 @@ class TokenChooser:
         """
         if self._draws is None:
             return None
-        return self._draws.peek(num_draws, self._vocab_size, self._steps(self.sequences.open_rows), token_ids)
+        steps = self._steps(self.sequences.open_rows)
+        return self._draws.peek(num_draws, self._vocab_size, steps, token_ids)
 
     def return_unused_draws(self) -> None:
         """Leaves the random generator as plain decoding leaves it, after the last token or an error."""
@@ -122,7 +124,8 @@ class TokenChooser:
             return self.sequences.commit(self._walk_greedily(tree, logits))
         exponentials = None
         if self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
-            exponentials = draws.take(longest_path(tree), logits.shape[2], self._steps(self.sequences.open_rows))
+            steps = self._steps(self.sequences.open_rows)
+            exponentials = draws.take(longest_path(tree), logits.shape[2], steps)
         if exponentials is None:
             path = self._commit_steps(tree, logits)
         else:
@@ -144,7 +147,8 @@ class TokenChooser:
     ) -> Path:
         """The same by tokens that are drawn at all nodes, with the variates `(B, L, V)` of the draws at each depth."""
         scores = self._process_nodes(tree, logits).float()
-        path = self._fetch_path(*walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
+        drawn = draw_at_nodes(tree, scores, exponentials)
+        path = self._fetch_path(*walk_tree(tree, drawn), logits, scores)
         path = self.sequences.commit(path)
         draws.advance_generator(max(self.sequences.lengths) - self.sequences.prompt_length)
         # What is not committed need not come from a distribution.
@@ -157,7 +161,8 @@ class TokenChooser:
         if len(self.logits_processor) > 0:
             flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
             # They get a row of input ids for each node, and do not read it.
-            return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
+            input_ids = tree.tokens.reshape(-1, 1).to(flat.device)
+            return self.logits_processor(input_ids, flat).view_as(logits)
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
 
@@ -229,7 +234,7 @@ class TokenChooser:
         rows of one length: there is one call for each length, whose results for the other rows are not used.
         """
         lengths, process = self.sequences.lengths, self.logits_processor
-        walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        walking_lengths = sorted(set(compress(lengths, walking)))
         if len(walking_lengths) == 1 or not self._reads_prefix:
             # A processor may change its input in place.
             scores = logits.clone() if self.sequences.records.logits.enabled else logits
@@ -264,8 +269,9 @@ def draw_at_nodes(tree: DraftTree, scores: torch.Tensor, exponentials: torch.Ten
     batch_size, num_depths, _ = exponentials.shape
     first_draws = torch.arange(0, batch_size * num_depths, num_depths, device=tree.depths.device)
     index = (tree.depths + first_draws[:, None]).flatten().to(scores.device)
-    of_nodes = exponentials.to(scores.device).flatten(0, 1).index_select(0, index).view_as(scores)
-    return sample_by_exponentials(scores.softmax(dim=-1), of_nodes).squeeze(-1).to(tree.tokens.device)
+    of_nodes = exponentials.to(scores.device).flatten(0, 1).index_select(0, index)
+    drawn = sample_by_exponentials(scores.softmax(dim=-1), of_nodes.view_as(scores))
+    return drawn.squeeze(-1).to(tree.tokens.device)
 
 
 def _check_drawn(tokens: Sequence[int]) -> None:

@@ -35,7 +35,8 @@ def can_preview_multinomial(device: torch.device) -> bool:
     """Whether the device's generator can be copied, and `torch.multinomial` draws by the exponential race there."""
     if device.type not in _DEVICE_TYPES:
         return False
-    probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0).expand(2, -1).contiguous()
+    probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0)
+    probabilities = probabilities.expand(2, -1).contiguous()
     generator, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     exponentials = torch.empty_like(probabilities).exponential_(generator=other)
@@ -110,7 +111,8 @@ class TokenDraws:
             with DRAWING:
                 return torch.multinomial(probabilities, num_samples=1)
         self.advance_generator(max(taking) + 1)
-        draws = [self._made[(max(taking) if step is None else step) - self._first] for step in steps]
+        used = [max(taking) if step is None else step for step in steps]
+        draws = [self._made[step - self._first] for step in used]
         exponentials = draws[0]
         if any(other is not exponentials for other in draws):
             exponentials = torch.stack([of_step[row] for row, of_step in enumerate(draws)])
@@ -223,7 +225,8 @@ class TokenDraws:
             self._empty().exponential_()
         else:
             # Making random numbers is slow on a CPU, so the state is set instead.
-            torch.set_rng_state(self._previewed[0][0] if self._previewed else self._copy.get_state())
+            state = self._previewed[0][0] if self._previewed else self._copy.get_state()
+            torch.set_rng_state(state)
         return variates
 
     def _drop_outdated(self) -> None:

@@ -22,8 +22,10 @@ class MarkovTransitions:
 
     def __init__(self, model: GumihoModel, token_ids: torch.Tensor | None):
         head = model.markov_head
-        self._above, self._below = head.markov_w1.weight.detach(), head.markov_w2.weight.detach()
-        self._ids = self._rows = None if token_ids is None else token_ids.to(self._above.device)
+        self._above = head.markov_w1.weight.detach()
+        self._below = head.markov_w2.weight.detach()
+        self._ids = None if token_ids is None else token_ids.to(self._above.device)
+        self._rows = self._ids
         if self._ids is not None and (scored := model.own_tokens()) is not None:
             # Row i of `w2` is of the i-th token that the drafter's own head scores.
             row_of = torch.zeros(len(self._above), dtype=torch.long, device=scored.device)
@@ -120,6 +122,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
             visible = (offsets <= offsets[:, None] + reach).expand(batch_size, -1, -1)
             depths = offsets.expand(batch_size, -1)
             masks[window, is_causal] = self.cache.attention_mask(visible, depths, dtype, window)
-        features = self._run_serial_head(block, [masks[kind] for kind in self._kinds], position_ids + offsets)
+        of_layers = [masks[kind] for kind in self._kinds]
+        features = self._run_serial_head(block, of_layers, position_ids + offsets)
         self.cache.num_pending = 0
         return model.predict(features)

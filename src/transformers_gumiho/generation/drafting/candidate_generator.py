@@ -186,17 +186,22 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         self.origin = self._next_origin(committed)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
-        self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
+        is_next = is_drafted and not self._unread
+        self._unread.append(committed if is_next else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch, max_depth)
         # 3. The drafter reads what it has missed, and its tree competes with the branch.
-        tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
-        self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
+        unread = CommittedTokens.join(self._unread).to(self.device)
+        self._unread = []
+        tree = self.draft(unread).to(committed.tokens.device)
+        self._num_drafted = tree.tokens.shape[1] - 1
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
         return self._limit(self._add_branch(tree, branch), max_depth)
 
     def _limit(self, tree: DraftTree, max_depth: int | None) -> DraftTree:
-        return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
+        if max_depth is None:
+            return tree
+        return limit_depth(tree, max_depth, is_path=self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
@@ -235,7 +240,8 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         if self.context is None or not self.shapes.are_fixed:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.
-        return replace(tree, depths=tree.depths.clamp(max=settings.longest_path), max_depth=settings.longest_path)
+        longest = settings.longest_path
+        return replace(tree, depths=tree.depths.clamp(max=longest), max_depth=longest)
 
     def get_candidates(
         self, input_ids: torch.Tensor, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any
@@ -275,8 +281,8 @@ def _context_drafts(
     # A prompt given as `inputs_embeds` has a mask, but no tokens.
     if mask is not None and generation.prompt_length == mask.shape[1]:
         starts = mask.long().argmax(dim=1).tolist()
-    vocab_size = session.traits.config.vocab_size
-    return ContextDrafts(generation.tokens_from, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+    ngram_size, vocab_size = settings.max_matching_ngram_size, session.traits.config.vocab_size
+    return ContextDrafts(generation.tokens_from, starts, num_tokens, ngram_size, vocab_size)
 
 
 def estimate_break_even(
@@ -305,7 +311,9 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     num_serial = min(config.num_serial_tokens, settings.tree_depth)
     num_heads = settings.tree_depth - num_serial
     text_config = config.get_text_config()
-    num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
+    num_tokens = config.draft_vocab_size or text_config.vocab_size
+    if vocabulary is not None:
+        num_tokens = len(vocabulary)
     head = num_tokens * text_config.hidden_size
     # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1

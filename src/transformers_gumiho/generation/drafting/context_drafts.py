@@ -42,7 +42,8 @@ class MatchEstimates:
     def probability(self, length: int) -> float:
         """Returns the estimate for a match of `length` tokens, between 0 and 1, both excluded."""
         group = _GROUPS[min(length, LONGEST_MATCH)]
-        return (self._hits[group] + _EXPECTED[group] * _LASTING_COUNT) / (self._counts[group] + _LASTING_COUNT)
+        hits = self._hits[group] + _EXPECTED[group] * _LASTING_COUNT
+        return hits / (self._counts[group] + _LASTING_COUNT)
 
     def count(self, length: int, is_hit: bool) -> None:
         """Counts whether the token after a match of `length` tokens was the next one."""

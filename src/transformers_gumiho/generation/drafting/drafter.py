@@ -126,16 +126,16 @@ class GumihoDrafter:
         lengths = committed.accepted_lengths
         if not self._has_read_prompt:
             feature = self._read_prompt(committed)
-            newest_ids, newest_positions = last_of_rows(tokens, lengths), last_of_rows(position_ids, lengths)
-            return self._grow_tree(NewestTokens(newest_ids, feature, newest_positions), noise)
+            newest = NewestTokens(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths))
+            return self._grow_tree(newest, noise)
         if not self.shapes.are_fixed:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
-        *older, newest = committed.split(self._max_committed)
+        *older, last = committed.split(self._max_committed)
         for part in older:
             # Not compiled, as this happens only after a pause.
             self._read(*_stage_inputs(part))
         # A copy: a captured graph may overwrite what it returned before.
-        tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+        tree = self._draft_fixed(self, *_stage_inputs(last), noise).clone()
         self.cache.count(lengths)
         return tree
 
@@ -207,8 +207,10 @@ class GumihoDrafter:
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
-        batch_size, offsets = len(self.cache.lengths), torch.arange(num_tokens, device=self.device)
-        return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
+        batch_size = len(self.cache.lengths)
+        offsets = torch.arange(num_tokens, device=self.device)
+        visible = offsets[:, None] >= offsets
+        return visible.expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _grow_tree(self, newest: NewestTokens, noise: torch.Tensor | None) -> DraftTree:
         """Drafts a tree under the newest tokens, with the scaled noise `(B, tree_depth, K)`."""
@@ -343,7 +345,8 @@ def _append_candidates(
     own_depths = torch.full_like(parents, depth)
     if visible is None or depths is None:
         return itself, own_depths
-    return torch.cat((gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+    visible = torch.cat((gather_rows(visible, parents), itself), dim=2)
+    return visible, torch.cat((depths, own_depths), dim=1)
 
 
 def last_of_rows(tensor: torch.Tensor, lengths: list[int] | torch.Tensor) -> torch.Tensor:

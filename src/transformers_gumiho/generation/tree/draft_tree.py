@@ -83,7 +83,9 @@ def extend_level(
     distinct for a node, with their draft log-probabilities `(B, n, M)`. Keeps the best `num_nodes` of the extensions.
     """
     num_candidates = tokens.shape[2]
-    scores = log_probs.flatten(1) if level is None else (level.scores[:, :, None] + log_probs).flatten(1)
+    if level is not None:
+        log_probs = level.scores[:, :, None] + log_probs
+    scores = log_probs.flatten(1)
     scores, order = scores.topk(min(num_nodes, scores.shape[1]))
     return DraftLevel(tokens.flatten(1).gather(1, order), scores, order // num_candidates)
 

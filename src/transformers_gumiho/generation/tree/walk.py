@@ -58,7 +58,8 @@ class Path:
     def padded(self, width: int) -> "Path":
         """Returns a copy with at least `width` columns."""
         missing = max(width - self.nodes.shape[1], 0)
-        nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
+        nodes = torch.nn.functional.pad(self.nodes, (0, missing))
+        tokens = torch.nn.functional.pad(self.tokens, (0, missing))
         return Path(nodes, tokens, self.host_tokens)
 
 
