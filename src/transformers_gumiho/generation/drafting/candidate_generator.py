@@ -137,7 +137,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
         is_own = assistant_model.config.owns_head
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
-        break_even = settings.break_even
+        source, break_even = assistant_model.config.converted_from, settings.break_even
         if break_even is None:
             num_computed = session.tokens_computed(settings.num_assistant_tokens)
             break_even = estimate_break_even(target, assistant_model, settings, num_rows, num_computed)
@@ -152,7 +152,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
-            first_cycles=first_cycles_of(target, assistant_model),
+            first_cycles=first_cycles_of(target, assistant_model, source) if source is not None else None,
         )
 
     @staticmethod

@@ -39,7 +39,7 @@ class FirstCycles:
             )
 
 
-def first_cycles_of(target: nn.Module, drafter: GumihoModel) -> FirstCycles | None:
-    """Returns the count of a pair; `None` for a drafter of this package's own format."""
-    source = drafter.config.converted_from
-    return None if source is None else memory_of(target).first_cycles.setdefault(drafter, FirstCycles(source))
+def first_cycles_of(target: nn.Module, drafter: GumihoModel, source: str) -> FirstCycles:
+    """Returns the count of a pair whose drafter was read from `source`."""
+    found: FirstCycles = memory_of(target).first_cycles.setdefault(drafter, FirstCycles(source))
+    return found
