@@ -128,7 +128,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     package = ROOT / "src" / "transformers_gumiho"
     folders = [path for path in package.glob("*/") if path.name != "tools"] + [*package.glob("tools/*/")]
     rooms = {path.name: path for path in folders if path.name != "__pycache__"}
-    extras = {"train": {"training", "metrics"}, "benchmark": {"benchmarking"}, "vllm": {"vllm"}}
+    extras = {"train": {"training", "metrics"}, "vllm": {"vllm"}}
     core = [
         path for name, path in rooms.items() if not any(name in names for names in [*extras.values(), {"presenting"}])
     ]
@@ -138,7 +138,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         assert imported_by(*(rooms[name] for name in names)) <= declared(extra)
     # The page needs Gradio.
     assert imported_by(rooms["presenting"]) <= declared("demo")
-    assert imported_by(package) <= declared("train", "benchmark", "demo")
+    assert imported_by(package) <= declared("train", "demo")
     # These are in environments of their own, for the tests in `tests/serving` and in `tests/clients`.
     elsewhere = {"triton", "vllm", "langchain-core", "langchain-huggingface", "lm-eval", "outlines", "smolagents"}
     elsewhere |= {"trl", "xgrammar"}

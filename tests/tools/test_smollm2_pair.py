@@ -14,8 +14,7 @@ from targets import equals_plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.arguments import cpu_dtype, find_drafter
+from transformers_gumiho.tools.pairs import PairArguments, cpu_dtype, find_drafter, load_pair
 from transformers_gumiho.tools.pairs.smollm2 import INSTALL, installed_file
 from transformers_gumiho.training.data.open_text import encode_turn
 

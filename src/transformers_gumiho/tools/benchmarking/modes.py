@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...commands import UserValueError
 from ...internals import compile_on_every_device
 from ...model.modeling_gumiho import GumihoModel
-from ..measuring.turns import PLAIN, DecodingMode
+from ..measuring.timing import PLAIN, DecodingMode
 
 
 COMPILED = ", compiled"

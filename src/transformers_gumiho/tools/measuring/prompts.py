@@ -72,12 +72,9 @@ def _read_questions(name: str) -> Iterator[Question]:
         rows = [{JSON_LINE: line} for line in read_text(name).split("\n")]
     else:
         rows = load_conversations(name, split=None)
-    index = 0
-    for number, row in enumerate(rows, 1):
-        is_blank = JSON_LINE in row and not row[JSON_LINE].strip()
-        if not is_blank:
-            yield _read_question(row, index, f"Row {number} of {name!r}")
-            index += 1
+    for index, row in enumerate(rows):
+        if JSON_LINE not in row or row[JSON_LINE].strip():
+            yield _read_question(row, index, f"Row {index + 1} of {name!r}")
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:

@@ -22,14 +22,15 @@ class AcceptanceStatistics:
         tau_macro: The same of each prompt, averaged over the prompts.
         acceptance_per_position: Share of drafted cycles in which at least 1, 2, ... drafted tokens were accepted, up
             to the longest accepted path.
-        tokens_per_pass: Tokens per pass of the target after the prefill, with passes that had no drafts.
+        tokens_per_pass: Tokens per pass of the target after the prefill, with passes that had no drafts; `None`
+            without cycles.
         paused_share: Share of the passes in which the drafter was paused.
     """
 
     tau_micro: float | None
     tau_macro: float | None
     acceptance_per_position: list[float]
-    tokens_per_pass: float
+    tokens_per_pass: float | None
     paused_share: float
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import cached_assets_path
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_gguf_available
 
-from ...commands import UserImportError, UserOSError, UserValueError
+from ...commands import UserImportError, UserValueError, full_disk_told
 
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -70,7 +69,7 @@ def convert(gguf: Path, folder: Path) -> None:
     Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16.
 
     Raises:
-        OSError: The folder cannot be written.
+        OSError: The disk is full.
         ValueError: The file is damaged.
     """
     # Releases of transformers that have this class would keep the weights quantized.
@@ -95,11 +94,6 @@ def convert(gguf: Path, folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end, do_sample=False
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    try:
+    with full_disk_told(folder.parent):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserOSError(
-            f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB: make room, or set `HF_HOME` "
-            f"to another folder."
-        ) from error

@@ -19,15 +19,13 @@ Source = Literal["draft", "pause", "target"]
 
 
 class Piece(NamedTuple):
-    """A piece of an answer, in complete characters. `source` is "draft" if it holds accepted drafts alone."""
+    """
+    A piece of an answer, in complete characters. Its `source` is "draft" if it holds accepted drafts alone, and
+    "pause" for what the target wrote while the drafter paused.
+    """
 
     text: str
     source: Source
-
-    @property
-    def is_draft(self) -> bool:
-        """Whether it holds accepted drafts alone."""
-        return self.source == "draft"
 
 
 @dataclass
@@ -37,8 +35,7 @@ class Answer(BaseStreamer):
 
     Attributes:
         tokens: The new tokens.
-        pieces: Their text. A character that needs a token of the target's own is no accepted draft. What the target
-            writes alone while the drafter pauses is a "pause".
+        pieces: Their text. A character that needs a token of the target's own is no accepted draft.
         cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
         seconds: From the prompt to the newest token, without `waited`.
         waited: Seconds in which other answers had the models.
@@ -59,7 +56,7 @@ class Answer(BaseStreamer):
     @property
     def tau(self) -> float | None:
         """The mean acceptance length: tokens per *drafted* cycle, bonus tokens included. `None` without one."""
-        return _tokens_per_cycle([cycle for cycle in list(self.cycles) if cycle.is_drafted])
+        return _tokens_per_cycle([cycle for cycle in list(self.cycles) if cycle.origin.source == "drafter"])
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -147,16 +144,9 @@ def stream_answer(
     temperature: float,
 ) -> Answer:
     """
-    Writes an answer to a prompt, and returns it. Ctrl-C ends it.
-
-    Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter; `None` decodes plainly.
-        prompt: Token ids.
-        answer: The answer to write.
-        max_new_tokens: The most to generate.
-        temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
+    Writes the answer to a prompt, which is token ids, up to `max_new_tokens`, and returns it. Ctrl-C ends it. The
+    target's `tokenizer` decodes. Without a `drafter`, plain decoding answers. A `temperature` of 0 is greedy; all else
+    of sampling is in the target's `generation_config`.
     """
     # What a greedy target's configuration says of sampling would only be warned about.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -44,11 +44,6 @@ class Cycle:
     origin: DraftOrigin = field(default_factory=lambda: DraftOrigin("drafter"))
 
     @property
-    def is_drafted(self) -> bool:
-        """Whether the drafter drafted. Cycles of a pause and of the end do not count."""
-        return self.origin.source == "drafter"
-
-    @property
     def is_paused(self) -> bool:
         """Whether the drafter was paused."""
         return self.origin.source == "pause"

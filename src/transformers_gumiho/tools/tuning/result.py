@@ -14,20 +14,16 @@ class TuningResult:
     Attributes:
         own: The drafter's own tree.
         trees: The trees that competed, the fastest first.
-        vocabularies: The fastest tree with each vocabulary, the fastest first; empty if none was chosen.
+        vocabularies: The fastest tree with the draft vocabulary and with all tokens, if both were compared.
         chosen: The fastest tree for each number of rows. These trees differ only in size.
-        counted: Ids of the tokens that were counted.
         finals: Results of the chosen trees on prompts that are in no contest, by "greedy" or "sampled" and by rows.
-        refused: Numbers of rows for which the target cannot verify drafts, with the reason.
     """
 
     own: Tree
     trees: Mapping[Tree, Standing]
     vocabularies: Mapping[Tree, Standing]
     chosen: Mapping[int, Tree]
-    counted: list[int]
     finals: Mapping[tuple[str, int], Standing]
-    refused: Mapping[int, str]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -37,31 +33,19 @@ class TuningResult:
         break_even: dict[str, dict[str, float]] = {}
         for (kind, rows), standing in self.finals.items():
             break_even.setdefault(kind, {})[str(rows)] = round(standing.break_even, 3)
-        found = winner.settings | {"num_assistant_tokens": by_rows, "break_even": break_even}
-        if winner.vocabulary != "own":
-            found["draft_vocabulary"] = self.counted if winner.vocabulary == "counted" else None
-        return found
-
-    @property
-    def losing(self) -> list[tuple[str, int]]:
-        """The cases in which plain decoding was faster, as far as it is shown: "greedy" or "sampled", and the rows."""
-        return [where for where, standing in self.finals.items() if round(standing.speedup, 2) < 1]
+        return winner.settings | {"num_assistant_tokens": by_rows, "break_even": break_even}
 
 
 def describe(result: TuningResult) -> str:
     """Returns the text that `gumiho tune` prints for a `result`."""
-    vocabularies = {"all": "all tokens", "own": "the drafter's", "counted": f"{len(result.counted)} counted"}
-    trees = []
-    for tree, standing in result.trees.items():
+    contests = []
+    for tree, standing in [*result.trees.items(), *result.vocabularies.items()]:
+        temperature = tree.draft_temperature
+        shown = "by depth" if isinstance(temperature, tuple) else f"{temperature:.2f}"
+        remark = "(all tokens)" if tree.drafts_all_tokens else "(the drafter's own)" * (tree == result.own)
         shape = tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth
-        given = tree.draft_temperature
-        temperature = "by depth" if isinstance(given, tuple) else f"{given:.2f}"
-        remark = "(the drafter's own)" if tree == result.own else ""
-        trees.append((*shape, temperature, *_numbers(standing), remark))
-    lines = _table(("drafted", "branching", "depth", "temperature", *_NUMBERS, ""), trees)
-    if result.vocabularies:
-        won = [(vocabularies[tree.vocabulary], *_numbers(standing)) for tree, standing in result.vocabularies.items()]
-        lines += ["", *_table(("draft vocabulary", *_NUMBERS), won)]
+        contests.append((*shape, shown, *_numbers(standing), remark))
+    lines = _table(("drafted", "branching", "depth", "temperature", *_NUMBERS, ""), contests)
     finals = [
         (rows, kind, result.chosen[rows].num_assistant_tokens, *_numbers(standing))
         for (kind, rows), standing in result.finals.items()
@@ -69,18 +53,19 @@ def describe(result: TuningResult) -> str:
     lines += ["", "the fastest, on prompts that were not in the contests, without prompt lookup"]
     lines += _table(("rows", "decoding", "drafted", *_NUMBERS), finals)
     lines += ["", "tau: tokens per cycle; cycle: in steps of plain decoding; speed-up: tau / cycle"]
-    lines += [f"not tuned for {rows} rows: {reason}" for rows, reason in result.refused.items()]
-    for kind, rows in result.losing:
-        speedup = f"{result.finals[kind, rows].speedup:.2f} times its speed"
-        lines.append(f"PLAIN DECODING IS FASTER with {rows} row{'s' * (rows > 1)}, {kind}: the drafter has {speedup}.")
-    return "\n".join(lines + ["Leave `assistant_model` out in these cases."] * bool(result.losing))
+    lines += [
+        f"PLAIN DECODING IS FASTER with {rows} row{'s' * (rows > 1)}, {kind}. Leave `assistant_model` out there."
+        for (kind, rows), standing in result.finals.items()
+        if round(standing.speedup, 2) < 1  # as it is shown
+    ]
+    return "\n".join(lines)
 
 
-_NUMBERS = ("tau", "cycle", "speed-up", "turns")
+_NUMBERS = ("tau", "cycle", "speed-up")
 
 
-def _numbers(standing: Standing) -> tuple[str, str, str, int]:
-    return f"{standing.tau:.2f}", f"{standing.break_even:.2f}", f"{standing.speedup:.2f}", standing.num_turns
+def _numbers(standing: Standing) -> list[str]:
+    return [f"{number:.2f}" for number in (standing.tau, standing.break_even, standing.speedup)]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

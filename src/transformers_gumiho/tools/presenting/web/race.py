@@ -62,22 +62,16 @@ class Host:
     def encode(self, question: GenerateArguments) -> list[int]:
         """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
         text, most = question.prompt or "", self.limits.max_question_tokens
-        longest = _CHARACTERS_PER_TOKEN * most
-        limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
             raise UserValueError("The question is empty. Write one first.")
-        if len(text) > longest:
-            raise UserValueError(f"The question has {len(text)} characters; {limit}")
-        prompt = encode_turn(self.tokenizer, [text], [])
-        if len(prompt) > most:
-            raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
-        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if positions is not None and len(prompt) + question.max_new_tokens > positions:
-            raise UserValueError(
-                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
-                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
-            )
-        return prompt
+        if len(text) <= (longest := _CHARACTERS_PER_TOKEN * most):
+            prompt = encode_turn(self.tokenizer, [text], [])
+            if len(prompt) <= most:
+                return prompt
+        raise UserValueError(
+            f"The question is too long: the limit is {most} tokens and {longest} characters (`max_question_tokens`). "
+            f"Shorten it."
+        )
 
 
 class Race:
