@@ -27,7 +27,7 @@ from .summary import Sample, SummaryRow, markdown, summarize
 
 @dataclass(kw_only=True)
 class BenchmarkArguments(DraftingArguments):
-    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They name a pair, or both models."""
+    """The options of `gumiho benchmark`."""
 
     prompts: str = prompts_field(REQUIRED)
     output_dir: str = option("Folder for samples, summary and table.", "benchmark")
@@ -49,15 +49,11 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
     Compares a drafter with plain decoding and prompt lookup, or the ways of decoding in `args.modes`, in turns, and
     writes `samples.jsonl`, `summary.json` and `summary.md` into `args.output_dir`. A stopped run writes what it has.
-    The same options continue it, also with more prompts.
-
-    Returns:
-        The rows of the summary.
+    The same options continue it, also with more prompts. Returns the rows of the summary.
 
     Raises:
         KeyboardInterrupt: The run was interrupted.
-        ValueError: The options do not name both models, `args.modes` names an unknown mode, or the folder holds a run
-            with other settings.
+        ValueError: `args.modes` names an unknown mode, or the folder holds a run with other settings.
     """
     folder = Path(args.output_dir)
     measured = folder / "samples.jsonl"

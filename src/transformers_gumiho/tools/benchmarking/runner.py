@@ -64,9 +64,7 @@ def run_benchmark(
         modes: Ways of decoding. The first one is plain decoding.
         max_new_tokens: Maximum number of new tokens for each prompt.
         seed: Seed for sampling, set before each mode.
-        journal: A JSONL file that receives a line for each batch of conversations, once all its turns are measured.
-            What it already holds is not measured again.
-
+        journal: A JSONL file that receives a line for each batch of conversations. What it has is not measured again.
     """
     batches = [
         _Batch(group[start : start + size], temperature, size)

@@ -37,14 +37,14 @@ class Sample:
 
     Attributes:
         temperature: 0 is greedy.
-        batch_size: Prompts decoded at once; the last batch of a `category` may have fewer.
+        batch_size: Prompts decoded at once; the last one of a `category` may be smaller.
         questions: Names of the questions, in this `turn` of their conversations, counted from 0.
         seconds: Time for decoding the batch, prompt included.
         num_tokens: New tokens of all prompts, without padding.
         equal: Whether every text is that of plain decoding.
         accepted_lengths: As the output of `generate()` has them, like `draft_origins`, if there are cycles.
         break_even: Tokens that a drafted pass had to commit, if the drafter paused.
-        stages: Seconds of each stage, if there are any. On other devices than a CPU, these are from a separate run.
+        stages: Seconds of each stage, if there are cycles.
         repeat_seconds: Time of a second run, for some samples of plain decoding.
     """
 
@@ -77,19 +77,18 @@ class Sample:
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow(AcceptanceStatistics):
     """
-    One `mode` in one `category` or `overall`, and how far its drafts were accepted: `None`, nothing and 0 without
-    cycles. `temperature` and `batch_size` are those of its samples.
+    One `mode` in one `category` (or `overall`) at one `temperature` and `batch_size`, and how far its drafts were
+    accepted.
 
     Attributes:
         num_samples: Batches of prompts measured.
         num_equal: Number of these batches in which all texts equal those of plain decoding.
         tokens_per_second: Lower quartile, median and upper quartile over the batches.
         speedup: The speed divided by plain decoding's on the same batch: the median over the batches.
-        interval: The 95% bootstrap interval of the speed-up.
+        interval: The speed-up's 95% bootstrap interval.
         break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
-        repeat_spread: For plain decoding, the slower time of two runs of a batch divided by the faster one: the upper
-            quartile.
+        repeat_spread: Of two runs of plain decoding, the slower time divided by the faster one: the upper quartile.
     """
 
     mode: str
@@ -110,7 +109,7 @@ _NO_CYCLES = AcceptanceStatistics(None, None, [], None, 0.0)
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
-    """Returns a row for each mode, category, temperature and batch size of `samples`, and one over all categories."""
+    """Returns rows of `samples`: for each temperature, batch size and category, and over all categories."""
     rows = []
     for temperature, batch_size in dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples):
         chosen = [s for s in samples if (s.temperature, s.batch_size) == (temperature, batch_size)]
@@ -166,7 +165,7 @@ def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def markdown(rows: Sequence[SummaryRow]) -> str:
-    """Returns a table with the modes of each category, temperature and batch size, and notes on the overall ones."""
+    """Returns a table of rows, with notes on the overall ones."""
     lines, notes = [_HEADER, "|---" * 8 + "|"], []
     for section in dict.fromkeys((row.temperature, row.batch_size, row.category) for row in rows):
         temperature, batch_size, category = section

@@ -24,8 +24,8 @@ class DecodingTime:
     What decoding a batch took.
 
     Attributes:
-        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, a last cycle that
-            drafts nothing, because one token is missing, is left out here and in the next two.
+        seconds: Time from the end of the prompt's pass to the end of the text. A last cycle that drafts nothing,
+            because one token is missing, is left out here and in the next two.
         num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
         answers: New tokens of each row, up to its end.
@@ -63,8 +63,7 @@ def time_decoding(
 ) -> DecodingTime:
     """
     Decodes a batch (`input_ids` and `attention_mask`, `(B, T)` each) and times it. A Gumiho drafter decodes with these
-    `settings`, and has its own again afterwards. `stages` also times the stages of cycles; see [`StageTimer`]. Other
-    arguments go to `generate()`.
+    `settings`. `stages` also times the stages of cycles.
     """
     assistant = generate_kwargs.get("assistant_model")
     drafters = [assistant] if isinstance(assistant, GumihoModel) else []
@@ -130,8 +129,7 @@ class StageTimer(GenerationObserver):
     """
     The times of a generation: its `start`, when the target had read the prompt (`prompt_end`), when nothing more was
     drafted, as one token was missing (`end_of_drafts`), and its `end`, which the caller takes. `num_cycles` counts the
-    passes over trees. With stages, the `devices` are waited for at both ends of each stage, so the generation takes
-    longer: this is for the shares of the stages.
+    passes over trees. With stages, each stage waits for the `devices`, so the generation takes longer.
     """
 
     def __init__(self, devices: Sequence[torch.device], with_stages: bool):
@@ -171,9 +169,9 @@ class StageTimer(GenerationObserver):
 
     def stages(self) -> dict[str, float]:
         """
-        Returns the time before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
-        drafter's passes and the output head over its features ("draft"), of all else ("rest"), and "num_cycles". If
-        the drafting of a cycle is one compiled function, "draft" includes growing the trees.
+        Returns the seconds before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
+        drafter's passes and output head ("draft"), of all else ("rest"), and "num_cycles". If drafting is compiled,
+        "draft" includes growing the trees.
         """
         prompt = (self._first_cycle if self.num_cycles else self.end) - self.start
         # If drafting is compiled, it is one function, whose passes are not observed.
@@ -203,9 +201,9 @@ PLAIN = DecodingMode("plain")
 
 class Runner:
     """
-    Decodes batches in several modes. A drift of the machine affects all modes alike, because they decode each batch
-    one after the other, and another one comes first each time: the processor may be cooler then. `stages` also times
-    the stages of cycles. On a CPU this costs nothing; other devices decode once more for it.
+    Decodes batches in several modes, one after the other, so that a drift of the machine affects all of them. Another
+    one comes first each time: the processor may be cooler then. `stages` also times the stages of cycles, for which
+    other devices than a CPU decode once more.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _FOLDERS = {"demo": "demo_pair", "smollm2": "smollm2"}
 
 
 def find_target(pair: str) -> str:
-    """Returns the folder of a pair's target, which is made if necessary, or its name on the Hub."""
+    """Returns the folder of a pair's target, or its name on the Hub."""
     return smollm2.find_target() if pair == "smollm2" else _find(f"{_FOLDERS[pair]}/target")
 
 
@@ -41,7 +41,7 @@ def find_drafter(pair: str) -> str:
 
 
 def cpu_dtype(pair: str) -> str:
-    """Returns the precision in which a CPU runs a pair. Other devices use the precision of its files."""
+    """Returns the precision in which a CPU runs a pair."""
     # Older releases of PyTorch do not report what a CPU computes in.
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     in_bfloat16 = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
@@ -61,7 +61,7 @@ def _find(name: str) -> str:
 
 @dataclass(kw_only=True)
 class PairArguments:
-    """The options that name a target and a drafter: `pair`, or both of `target` and `assistant`."""
+    """The options that name a target and a drafter."""
 
     pair: str | None = option("Short name of a target and its drafter: demo or smollm2.")
     target: str | None = option("Target model: a folder or a name on the Hub.")
@@ -81,12 +81,8 @@ class PairArguments:
 
     def resolved(self: Options) -> Options:
         """
-        Returns the options with folders or names on the Hub in place of `pair`. On a CPU, a pair that you name without
-        a `dtype` runs in the pair's own precision.
-
-        Raises:
-            ImportError: A library that the pair needs is not installed.
-            ValueError: The options do not name both models, or name an unknown pair.
+        Returns the options with folders or names on the Hub in place of `pair`, and on a CPU the pair's own precision.
+        Raises `ValueError` if the options do not name both models, or name an unknown pair.
         """
         if self.pair is None:
             if self.target is None or self.assistant is None:
@@ -135,11 +131,8 @@ def prompts_field(default: Any = None, without: str = "") -> Any:
 def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
     """
     Loads the target, its tokenizer and the drafter that options name. The drafter goes next to the target, in the
-    target's precision, with the settings that the options give.
-
-    Raises:
-        OSError: A model is missing and cannot be downloaded.
-        ValueError: As in `resolved` and [`load_target`], or the drafter does not fit the target.
+    target's precision, with the settings that the options give. Raises `OSError` for a missing model, and `ValueError`
+    for a drafter that does not fit the target.
     """
     args = args.resolved()
     is_own = args.assistant == OWN_MTP_LAYERS
@@ -185,11 +178,8 @@ def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1
 
 def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads the target that `args.target` names, and its tokenizer, on the machine's accelerator if there is one.
-
-    Raises:
-        OSError: The target is missing and cannot be downloaded.
-        ValueError: No target is named, the precision or device is unknown, or the target is a drafter.
+    Loads the target that `args.target` names, and its tokenizer, on the machine's accelerator if there is one. Raises
+    `OSError` for a missing target, and `ValueError` for a drafter and for an unknown device.
     """
     if args.target is None:
         raise UserValueError("Name the target with --target.")
@@ -200,8 +190,6 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         is_of_drafter = is_drafter(name)
     if is_of_drafter:
         raise UserValueError(f"{name!r} is a drafter, not a target. Give the model that it was trained for.")
-    if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
-        raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     with suppress(RuntimeError):  # a word such as 'auto' is no device
         if torch.device(device_map or here).type not in ("cpu", here.type):

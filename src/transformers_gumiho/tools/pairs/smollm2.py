@@ -29,8 +29,7 @@ _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path"
 def find_target() -> str:
     """
     Returns the target's folder if the package is installed, which is converted once, and its name on the Hub
-    otherwise. The package's code is not run, and nothing is installed. Standard error says what happens. Raises
-    `ImportError` where the package is installed and `gguf`, which reads it, is not, and what [`convert`] raises.
+    otherwise. The package's code is not run. Raises `ImportError` where `gguf`, which reads it, is not installed.
     """
     folder = cached_assets_path("transformers_gumiho", namespace="smollm2", subfolder="target")
     if (folder / "config.json").exists():
@@ -66,11 +65,8 @@ def installed_file() -> Path | None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """
-    Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16.
-
-    Raises:
-        OSError: The disk is full.
-        ValueError: The file is damaged.
+    Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16. Raises
+    `ValueError` for a damaged file, and `OSError` for a full disk.
     """
     # Releases of transformers that have this class would keep the weights quantized.
     config = getattr(transformers, "GgufConfig", None)

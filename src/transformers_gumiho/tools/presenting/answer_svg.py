@@ -46,7 +46,7 @@ def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase
         row: The row of the batch.
 
     Raises:
-        ValueError: The output has no cycles, because the call decoded plainly.
+        ValueError: The output has no cycles.
     """
     lengths = getattr(output, "accepted_lengths", None)
     if lengths is None:

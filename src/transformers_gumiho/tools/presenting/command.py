@@ -36,15 +36,10 @@ def generate(args: GenerateArguments) -> list[Answer]:
     """
     Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
     the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
-    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. Prompts of options end with an
-    interrupted answer. `--compare` also generates without the drafter, from the same random numbers.
-
-    Returns:
-        The answers with the drafter.
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation.
 
     Raises:
-        ValueError: Both `args.prompt` and `args.prompts` are given, a prompt has no tokens, or `args.output` is no
-            .svg file.
+        ValueError: Options contradict each other, a prompt has no tokens, or `args.output` is no .svg file.
     """
     if args.prompt is not None and args.prompts is not None:
         raise UserValueError("--prompt and --prompts cannot be given together. Leave one of them out.")
@@ -74,10 +69,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
 def show(args: ShowArguments) -> Cycle:
     """
     Draws the draft tree of one verification cycle of a greedy text: each node with its probability, the accepted path
-    and the bonus token.
-
-    Returns:
-        The cycle.
+    and the bonus token. Returns the cycle.
 
     Raises:
         ValueError: The text ends before this cycle, or `args.output` is no .svg file.
@@ -124,11 +116,6 @@ def demo(args: DemoArguments) -> None:
     """
     Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
     drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
-
-    Raises:
-        ImportError: Gradio is not installed.
-        OSError: The pair cannot be downloaded, or the port is taken.
-        ValueError: The options do not name a pair.
     """
     page = make_page(args)
     with as_user_errors():  # such as a port that is taken

@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class TuningArguments(PairArguments):
-    """The options of `gumiho tune`; [`tune`] takes them, too. They name a pair, or a target and an assistant."""
+    """The options of `gumiho tune`."""
 
     prompts: str | None = prompts_field(without=" Without it, the target samples its own prompts.")
     output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
@@ -47,8 +47,7 @@ def tune(args: TuningArguments) -> TuningResult:
     Raises:
         KeyboardInterrupt: The run was stopped.
         OSError: The folder cannot be written to, or holds links to files elsewhere.
-        ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
-            prompts with.
+        ValueError: There is no folder to write into.
     """
     questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
@@ -101,15 +100,11 @@ def find_settings(
 ) -> TuningResult:
     """
     Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts. The first tree
-    is the drafter's own, which has its own settings again after each turn.
-
-    Raises:
-        ValueError: There are fewer than two prompts, or all texts end with their first token.
+    is the drafter's own. Raises `ValueError` for fewer than two prompts, and texts that end with their first token.
     """
     if len(prompts) < 2:
         raise UserValueError(
-            f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
-            f"Give more, or raise `num_prompts`."
+            f"Tuning needs two prompts, one of them to time the winner, got {len(prompts)}. Raise `num_prompts`."
         )
     contests = Contests(runner, drafter)
     # Two thirds of the prompts are for the contests.

@@ -22,11 +22,8 @@ FINAL_TURNS = 6
 @dataclass(frozen=True)
 class Standing:
     """
-    How a tree compares with plain decoding.
-
-    Attributes:
-        tau: Tokens per cycle.
-        break_even: Time of a cycle in steps of plain decoding: with this tau, both are equally fast.
+    How a tree compares with plain decoding: `tau` is its tokens per cycle, and `break_even` the time of a cycle in
+    steps of plain decoding. With this tau, both are equally fast.
     """
 
     tau: float
@@ -42,10 +39,7 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     """
     Summarizes turns, of a tree and of plain decoding each. Acceptance does not depend on time, so tau is a sum over
     all turns. A machine's speed drifts, so the ratio of the two times is taken within each turn. Other programs
-    interrupt, so the median over the turns counts.
-
-    Raises:
-        ValueError: All texts end with their first token.
+    interrupt, so the median over the turns counts. Raises `ValueError` if all texts end with their first token.
     """
     used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
     if not used:
@@ -72,8 +66,8 @@ class Contests:
     ) -> dict[Tree, Standing]:
         """
         Lets trees compete on prompts, of which each turn decodes the next `rows` as a batch. Returns all trees, the
-        fastest first. Removed trees follow, those that were removed last before the others. The standings are those of
-        the turns in which all trees took part, so that they compare the same prompts.
+        fastest first, then those that were removed last. The standings are those of the turns in which all trees took
+        part, so that they compare the same prompts.
         """
         ranked = list(dict.fromkeys(trees))
         pairs: dict[Tree, list[tuple[DecodingTime, DecodingTime]]] = {tree: [] for tree in ranked}

@@ -43,9 +43,8 @@ class Tree:
 
 def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:
     """
-    Returns some ten trees, the drafter's own first, and all with its draft temperatures where they are calibrated:
-    otherwise some fifteen, with two temperatures. For a target that verifies chains only, returns one chain of each
-    depth.
+    Returns some fifteen trees, the drafter's own first, with two temperatures: some ten where its own are calibrated.
+    For a target that verifies chains only, returns one chain of each depth.
     """
     deepest = config.max_draft_depth
     # Without the parallel heads a cycle has one pass less. A block drafter runs half of its block instead.

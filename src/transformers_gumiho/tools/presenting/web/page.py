@@ -30,10 +30,7 @@ cycle or token each in turn. Each clock runs only while its own answer is genera
 
 
 class Page(gr.Blocks):
-    """
-    The page of a pair. Nothing of a visit is kept here: a question and its answers belong to the visitor's session.
-    `args` are the limits of questions, and how the pair was named.
-    """
+    """The page of a pair. A question and its answers belong to the visitor's session. `args` has the limits."""
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, args: DemoArguments

@@ -25,8 +25,8 @@ _CHARACTERS_PER_TOKEN = 16
 
 class Host:
     """
-    The models that answer all questions, with settings that stay as they are, and the limits of questions. Answers
-    have the models in turn, a token or a cycle each. Once `is_closed` is set, all answers end at their next turn.
+    The models that answer all questions, and the limits of questions. Answers have the models in turn, a token or a
+    cycle each. Once `is_closed` is set, all answers end at their next turn.
     """
 
     def __init__(
@@ -76,11 +76,8 @@ class Host:
 
 class Race:
     """
-    The two answers to a question, which it begins to write in threads of their own. Other questions share only the
-    models. Once `wish_to_stop` is set, both answers end at their next token or cycle.
-
-    Raises:
-        ValueError: The question is empty or too long, or a setting is out of range.
+    The two answers to a question, written in threads of their own. Once `wish_to_stop` is set, both end at their next
+    token or cycle. Raises `ValueError` for a question that is empty or too long, and a setting that is out of range.
     """
 
     def __init__(self, host: Host, question: GenerateArguments):
