@@ -9,14 +9,6 @@ from .summary import Sample, SummaryRow, summarize
 
 
 __all__ = [
-    "BenchmarkArguments",
-    "DecodingMode",
-    "Question",
-    "Sample",
-    "SummaryRow",
-    "benchmark",
-    "decoding_modes",
-    "read_prompts",
-    "run_benchmark",
-    "summarize",
-]
+    "BenchmarkArguments", "DecodingMode", "Question", "Sample", "SummaryRow", "benchmark", "decoding_modes",
+    "read_prompts", "run_benchmark", "summarize",
+]  # fmt: skip

@@ -47,9 +47,8 @@ class BenchmarkArguments(DraftingArguments):
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
-    Compares a drafter with plain decoding and prompt lookup, or the ways of decoding in `args.modes`, in turns, and
-    writes `samples.jsonl`, `summary.json` and `summary.md` into `args.output_dir`. A stopped run writes what it has.
-    The same options continue it, also with more prompts. Returns the rows of the summary.
+    Compares a drafter with plain decoding and prompt lookup, or other ways of decoding (`args.modes`), and writes
+    samples and their summary into `args.output_dir`. The same options continue a stopped run, also with more prompts.
 
     Raises:
         KeyboardInterrupt: The run was interrupted.
@@ -92,7 +91,6 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 
 
 def _load_draft_model(args: BenchmarkArguments, target: PreTrainedModel) -> PreTrainedModel | None:
-    """Returns the small language model of transformers' own assisted generation, if one is named."""
     if args.draft_model is None:
         return None
     check_folder(args.draft_model)
@@ -116,7 +114,7 @@ def _conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]
 
 
 def machine_name(device: torch.device) -> str:
-    """Returns the name of a device. A CPU's name includes the number of threads, on which its speed depends."""
+    """Returns the name of a device, of a CPU with its number of threads."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     path = Path("/proc/cpuinfo")

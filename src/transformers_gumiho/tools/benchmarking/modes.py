@@ -23,9 +23,8 @@ def decoding_modes(
     drafter: GumihoModel, names: Sequence[str] = (), draft_model: PreTrainedModel | None = None
 ) -> list[DecodingMode]:
     """
-    Returns ways of decoding, plain first, then those of these `names`: by default prompt lookup, the drafter, and the
-    drafter with prompt lookup (without it, where its settings have it). `draft_model` is a small language model for
-    transformers' own assisted generation.
+    Returns ways of decoding: plain, then those of these `names`, by default prompt lookup, the `drafter`, and both.
+    `draft_model` is the small language model of transformers' own assisted generation.
 
     Raises:
         ValueError: A name is unknown, `draft_model` is missing, or it is in no mode.

@@ -106,7 +106,7 @@ def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
 
 
 def _takes(mode: DecodingMode, target: PreTrainedModel, batch_size: int) -> bool:
-    """Whether a mode decodes such a batch: transformers' own takes one row, and no target with recurrent states."""
+    """Whether a mode decodes a batch: transformers' own takes one row, and no recurrent target."""
     return not mode.is_transformers_own or (batch_size == 1 and not is_stateful(target))
 
 
@@ -118,7 +118,7 @@ def _converse(
     seed: int,
     is_repeated: bool,
 ) -> Iterator[list[Sample]]:
-    """Yields the samples of each turn of a batch. In the first turn plain decoding may run twice (`is_repeated`)."""
+    """Yields the samples of each turn of a batch. With `is_repeated`, plain decoding begins twice."""
     answers: list[list[str]] = [[] for _ in batch.questions]
     for turn in range(batch.num_turns):
         asked = [index for index, question in enumerate(batch.questions) if turn < len(question.turns)]

@@ -82,13 +82,13 @@ class SummaryRow(AcceptanceStatistics):
 
     Attributes:
         num_samples: Batches of prompts measured.
-        num_equal: Number of these batches in which all texts equal those of plain decoding.
+        num_equal: Batches in which all texts equal plain decoding's.
         tokens_per_second: Lower quartile, median and upper quartile over the batches.
         speedup: The speed divided by plain decoding's on the same batch: the median over the batches.
         interval: The speed-up's 95% bootstrap interval.
         break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         shares: Shares of `verify`, `draft` and `rest` in the time of a cycle.
-        repeat_spread: Of two runs of plain decoding, the slower time divided by the faster one: the upper quartile.
+        repeat_spread: Upper quartile of the slower time of two plain runs divided by the faster one.
     """
 
     mode: str
@@ -109,7 +109,7 @@ _NO_CYCLES = AcceptanceStatistics(None, None, [], None, 0.0)
 
 
 def summarize(samples: Sequence[Sample]) -> list[SummaryRow]:
-    """Returns rows of `samples`: for each temperature, batch size and category, and over all categories."""
+    """Returns a row for each mode, category, temperature and batch size of `samples`."""
     rows = []
     for temperature, batch_size in dict.fromkeys((sample.temperature, sample.batch_size) for sample in samples):
         chosen = [s for s in samples if (s.temperature, s.batch_size) == (temperature, batch_size)]
@@ -157,7 +157,7 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
 
 
 def bootstrap_interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Returns the bootstrap interval of the median of `values` that holds 95% of the resampled medians."""
+    """Returns the 95% bootstrap interval of the median."""
     generator = np.random.default_rng(seed)
     resampled = generator.choice(values, size=(_BOOTSTRAP_SAMPLES, len(values)))
     lower, upper = np.quantile(np.median(resampled, axis=1), [0.025, 0.975])

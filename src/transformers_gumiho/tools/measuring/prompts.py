@@ -20,7 +20,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Question:
-    """What a user says in a conversation (`turns`), with its `name` and the `category` to which it belongs."""
+    """What a user says in the `turns` of a conversation, with its `name` and `category`."""
 
     name: str
     category: str
@@ -31,8 +31,7 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
     """
     Reads up to `num_prompts` questions, `per_category` of each category, from the file or dataset of this `name`, to
     which `:` and a config may be added. All but JSONL need `datasets`. A row has `turns`, `prompt`, `instruction` (and
-    `input`), `question` or `text`, and maybe `category` and `question_id`. Of several splits, `test` is read, or else
-    the first.
+    `input`), `question` or `text`, and maybe `category` and `question_id`.
 
     Raises:
         ValueError: A row has none of these columns, there is no row, or the file is not JSONL in UTF-8.

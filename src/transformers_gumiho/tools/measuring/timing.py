@@ -1,4 +1,4 @@
-"""Times batches that are decoded in several ways, in turns: the prompt apart, and the stages of cycles."""
+"""Times batches that are decoded in several ways, in turns."""
 
 import time
 from collections import defaultdict
@@ -47,7 +47,7 @@ class DecodingTime:
 
 
 def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
-    """Returns the devices other than the CPU that hold parts of the models, each once."""
+    """Returns the devices other than the CPU that hold parts of the models."""
     places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
     devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
     return [device for device in dict.fromkeys(devices) if device.type != "cpu"]
@@ -101,7 +101,7 @@ def time_decoding(
 
 
 def _up_to_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
-    """Returns the tokens up to the first one that ends a text. What follows it is padding."""
+    """Returns the tokens up to the first one that ends a text."""
     last = ends if isinstance(ends, list) else [ends]
     return tokens[: next((index for index, token in enumerate(tokens, 1) if token in last), len(tokens))]
 
@@ -169,9 +169,8 @@ class StageTimer(GenerationObserver):
 
     def stages(self) -> dict[str, float]:
         """
-        Returns the seconds before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
-        drafter's passes and output head ("draft"), of all else ("rest"), and "num_cycles". If drafting is compiled,
-        "draft" includes growing the trees.
+        Returns the seconds before the first cycle ("prompt"), of the target's passes ("verify"), of the drafter's
+        ("draft") and of all else ("rest"), and "num_cycles".
         """
         prompt = (self._first_cycle if self.num_cycles else self.end) - self.start
         # If drafting is compiled, it is one function, whose passes are not observed.
@@ -186,8 +185,8 @@ Prompts = Sequence[Sequence[int]]
 @dataclass(frozen=True)
 class DecodingMode:
     """
-    One way of decoding, by its `name` in reports: arguments for `generate()` (`generate_kwargs`), and the drafter's
-    `settings` that it changes. `is_transformers_own` says that it is transformers' own assisted generation.
+    One way of decoding: arguments for `generate()` (`generate_kwargs`), and the drafter's `settings` that it changes.
+    `is_transformers_own` says that it is assisted generation of transformers' own; `name` is that in reports.
     """
 
     name: str
@@ -250,7 +249,7 @@ class Runner:
 
 
 def pad_left(prompts: Prompts, pad_token_id: int | None, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns prompts as a batch `(B, T)` for `generate()`. Without a padding token, token 0 pads: it is masked."""
+    """Returns prompts as a batch `(B, T)`. Without a padding token, token 0 pads: it is masked."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     pad = partial(pad_sequence, batch_first=True, padding_side="left")
     return {

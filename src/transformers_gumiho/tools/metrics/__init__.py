@@ -37,7 +37,7 @@ def acceptance_statistics(
 ) -> AcceptanceStatistics:
     """
     Args:
-        accepted_lengths: For each prompt, the tokens that each verification cycle committed, the bonus token included.
+        accepted_lengths: For each prompt, the tokens that each cycle committed, bonus token included.
         draft_origins: For each prompt, the output's `draft_origins`. By default all cycles count as drafted.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The options that name a target and its drafter in all commands, pairs with a short name, and loading both."""
+"""The options that name a target and its drafter, and loading both."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ def find_target(pair: str) -> str:
 
 
 def find_drafter(pair: str) -> str:
-    """Returns the folder of a pair's drafter. Raises `FileNotFoundError` where there is no clone of the repository."""
+    """Returns the folder of a pair's drafter."""
     return _find(f"{_FOLDERS[pair]}/gumiho")
 
 
@@ -120,7 +120,7 @@ class DraftingArguments(PairArguments):
 
 
 def prompts_field(default: Any = None, without: str = "") -> Any:
-    """Returns the field of the option `prompts`, for `read_prompts`. `without` says what happens without it."""
+    """Returns the field of the option `prompts`; `without` says what happens without it."""
     return option(
         "Prompts: a JSONL, JSON or Parquet file with `turns`, `prompt` or `text`, or a dataset (a folder, or a name "
         f"on the Hub such as `nvidia/SPEED-Bench:qualitative`).{without}",
@@ -130,9 +130,8 @@ def prompts_field(default: Any = None, without: str = "") -> Any:
 
 def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GumihoModel]:
     """
-    Loads the target, its tokenizer and the drafter that options name. The drafter goes next to the target, in the
-    target's precision, with the settings that the options give. Raises `OSError` for a missing model, and `ValueError`
-    for a drafter that does not fit the target.
+    Loads the target, its tokenizer and the drafter that options name. The drafter gets the target's precision and the
+    settings of the options. Raises `OSError` for a missing model, and `ValueError` for an unfit drafter.
     """
     args = args.resolved()
     is_own = args.assistant == OWN_MTP_LAYERS
@@ -155,9 +154,8 @@ def load_pair(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 def use_options(target: PreTrainedModel, drafter: GumihoModel, args: DraftingArguments) -> None:
     """
-    Gives a drafter the settings that options name. If these change the tree, a `break_even` of the drafter's files is
-    removed, because it was measured with another tree. Prompt lookup does not change it: it was measured without.
-    Raises `ValueError` for a setting that is out of range.
+    Gives a drafter the settings that options name. If they change the tree, a `break_even` of its files is removed: it
+    was measured with another tree, without prompt lookup. Raises `ValueError` for a setting that is out of range.
     """
     config, before = drafter.generation_config, settings_of(target, drafter)
     names = [name for name in DraftingArguments.__annotations__ if getattr(args, name) is not None]
@@ -169,7 +167,7 @@ def use_options(target: PreTrainedModel, drafter: GumihoModel, args: DraftingArg
 
 
 def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1) -> DraftingSettings:
-    """Returns the settings with which the drafter drafts for a batch. Raises `ValueError` if one is out of range."""
+    """Returns the settings for a batch. Raises `ValueError` if one is out of range."""
     has_states = TargetTraits.of(target).has_states
     return DraftingSettings.from_generation_config(
         drafter.generation_config, drafter.config, None, num_rows, drafter.device.type, has_states
@@ -178,8 +176,8 @@ def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1
 
 def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    Loads the target that `args.target` names, and its tokenizer, on the machine's accelerator if there is one. Raises
-    `OSError` for a missing target, and `ValueError` for a drafter and for an unknown device.
+    Loads a target and its tokenizer, on the machine's accelerator if there is one. Raises `OSError` for a missing
+    target, and `ValueError` for a drafter and for an unknown device.
     """
     if args.target is None:
         raise UserValueError("Name the target with --target.")

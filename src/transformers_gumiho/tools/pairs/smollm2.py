@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: from a package of the Python package index that is installed, or else from the Hub."""
+"""SmolLM2-135M-Instruct, from an installed Python package or from the Hub."""
 
 import os
 import sys

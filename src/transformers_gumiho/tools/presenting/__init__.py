@@ -1,4 +1,4 @@
-"""Showing people what a drafter does: answers whose accepted drafts are colored, draft trees, and a web page."""
+"""Shows what a drafter does: answers with their accepted drafts, draft trees, and a web page."""
 
 from .answer_svg import show_answer
 from .answering import Answer, stream_answer
@@ -8,16 +8,6 @@ from .cycles import Cycle, watch_cycles
 
 
 __all__ = [
-    "Answer",
-    "Cycle",
-    "DemoArguments",
-    "GenerateArguments",
-    "ShowArguments",
-    "demo",
-    "generate",
-    "make_page",
-    "show",
-    "show_answer",
-    "stream_answer",
-    "watch_cycles",
-]
+    "Answer", "Cycle", "DemoArguments", "GenerateArguments", "ShowArguments", "demo", "generate", "make_page", "show",
+    "show_answer", "stream_answer", "watch_cycles",
+]  # fmt: skip

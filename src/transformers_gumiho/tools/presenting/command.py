@@ -142,7 +142,7 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
 
 
 def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: int) -> Answer:
-    """Writes the answer to a prompt, and to compare that of plain decoding below it."""
+    """Writes the answer to a prompt, and plain decoding's below it to compare."""
     target, tokenizer, drafter = models
     colors = wants_colors(sys.stdout)
 
@@ -186,7 +186,7 @@ def _encode(
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yields the lines that are typed, or that standard input has, until its end; empty ones are left out."""
+    """Yields the lines that are typed, or that standard input has; empty ones are left out."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # gives `input` its editing keys, where there is one

@@ -33,7 +33,7 @@ def colored(text: str, wanted: bool = True) -> str:
 
 
 def write_new_pieces(answer: Answer, stream: TextIO, colors: bool) -> Callable[[], None]:
-    """Returns a function that writes what is new of an answer to `stream`, with drafts in color if wanted."""
+    """Returns a function that writes what is new of an answer to `stream`."""
     num_written = 0
 
     def write() -> None:
@@ -61,7 +61,7 @@ def describe_passes(answer: Answer, colors: bool = False) -> str:
 
 
 def describe_answer(answer: Answer, dtype: torch.dtype, colors: bool) -> str:
-    """Returns the lines below an answer: tau, passes, speed and precision, and why the drafter paused."""
+    """Returns the lines below an answer."""
     parts = [describe_passes(answer, colors), f"{answer.speed:.1f} tokens/s", _name_of(dtype)]
     if answer.progress != "done":
         parts.append("interrupted")
@@ -81,10 +81,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
-    """
-    Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
-    `dtype` is that of the target, and `gap` the [`logit_gap`] of greedy answers.
-    """
+    """Returns the lines below plain decoding's answer. `gap` is the [`logit_gap`] of greedy answers."""
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
     if plain.progress != "done":
         return f"{speed} | interrupted, so not compared]"
@@ -99,7 +96,7 @@ def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: 
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:
-    """Returns the draft tree of a cycle, a line for each node. The accepted path has marks, and `colors` if wanted."""
+    """Returns the draft tree of a cycle, a line for each node."""
     lines = [
         f"after {labels.context}",
         "",

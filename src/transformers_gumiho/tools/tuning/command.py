@@ -1,4 +1,4 @@
-"""`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
+"""`gumiho tune`: finds and saves the settings that decode fastest on this machine."""
 
 import math
 import os
@@ -41,8 +41,7 @@ class TuningArguments(PairArguments):
 
 def tune(args: TuningArguments) -> TuningResult:
     """
-    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`. Some fifteen
-    trees decode prompts in turns with plain decoding, and the slower half leaves after each round.
+    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`.
 
     Raises:
         KeyboardInterrupt: The run was stopped.
@@ -99,8 +98,8 @@ def find_settings(
     runner: Runner, drafter: GumihoModel, trees: Sequence[Tree], prompts: Prompts, args: TuningArguments
 ) -> TuningResult:
     """
-    Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts. The first tree
-    is the drafter's own. Raises `ValueError` for fewer than two prompts, and texts that end with their first token.
+    Compares trees, of which the first is the drafter's own, then vocabularies, then sizes for more rows, and times the
+    winners on other prompts. Raises `ValueError` for fewer than two prompts.
     """
     if len(prompts) < 2:
         raise UserValueError(

@@ -1,4 +1,4 @@
-"""Successive halving: trees and plain decoding take turns, and each round removes the slower half of the trees."""
+"""Successive halving: each round removes the slower half of the trees."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ FINAL_TURNS = 6
 class Standing:
     """
     How a tree compares with plain decoding: `tau` is its tokens per cycle, and `break_even` the time of a cycle in
-    steps of plain decoding. With this tau, both are equally fast.
+    steps of plain decoding.
     """
 
     tau: float

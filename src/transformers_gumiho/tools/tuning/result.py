@@ -14,9 +14,9 @@ class TuningResult:
     Attributes:
         own: The drafter's own tree.
         trees: The trees that competed, the fastest first.
-        vocabularies: The fastest tree with the draft vocabulary and with all tokens, if both were compared.
+        vocabularies: The fastest tree with the draft vocabulary and with all tokens.
         chosen: The fastest tree for each number of rows. These trees differ only in size.
-        finals: Results of the chosen trees on prompts that are in no contest, by "greedy" or "sampled" and by rows.
+        finals: The chosen trees on prompts of no contest, by "greedy" or "sampled" and by rows.
     """
 
     own: Tree

@@ -69,7 +69,7 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
 
 
 def list_sizes(winner: Tree) -> list[Tree]:
-    """Returns the winner and smaller trees of its shape, because each node costs more in a larger batch."""
+    """Returns the winner and smaller trees of its shape."""
     largest = winner.num_assistant_tokens
     sizes = {round(largest ** (step / (_NUM_SIZES - 1))) for step in range(_NUM_SIZES)}
     return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]

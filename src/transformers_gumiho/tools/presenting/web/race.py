@@ -1,4 +1,4 @@
-"""One question answered twice at the same time, with the drafter and by plain decoding, for several visitors."""
+"""One question answered twice at the same time, for several visitors."""
 
 import copy
 import threading
@@ -51,7 +51,7 @@ class Host:
             self._changed.notify_all()
 
     def hand_over(self) -> float:
-        """Lets each waiting answer have a turn before the caller's next one; returns the seconds that it waited."""
+        """Lets each waiting answer have a turn; returns the seconds that the caller waited."""
         begin, device = time.perf_counter(), input_device(self.target)
         # The draws of the others do not change the caller's random numbers.
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -60,7 +60,7 @@ class Host:
         return time.perf_counter() - begin
 
     def encode(self, question: GenerateArguments) -> list[int]:
-        """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
+        """Returns the token ids of a question. Raises `ValueError` if it is empty or too long."""
         text, most = question.prompt or "", self.limits.max_question_tokens
         if not text.strip():
             raise UserValueError("The question is empty. Write one first.")
