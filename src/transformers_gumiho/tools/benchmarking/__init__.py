@@ -9,6 +9,14 @@ from .summary import Sample, SummaryRow, summarize
 
 
 __all__ = [
-    "BenchmarkArguments", "DecodingMode", "Question", "Sample", "SummaryRow", "benchmark", "decoding_modes",
-    "read_prompts", "run_benchmark", "summarize",
-]  # fmt: skip
+    "BenchmarkArguments",
+    "DecodingMode",
+    "Question",
+    "Sample",
+    "SummaryRow",
+    "benchmark",
+    "decoding_modes",
+    "read_prompts",
+    "run_benchmark",
+    "summarize",
+]

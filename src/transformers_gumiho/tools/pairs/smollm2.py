@@ -46,11 +46,7 @@ def find_target() -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")
-        try:
-            os.replace(Path(work) / "target", folder)
-        except OSError:  # another process has written one there meanwhile
-            if not (folder / "config.json").exists():
-                raise
+        os.replace(Path(work) / "target", folder)
     return str(folder)
 
 

@@ -8,6 +8,16 @@ from .cycles import Cycle, watch_cycles
 
 
 __all__ = [
-    "Answer", "Cycle", "DemoArguments", "GenerateArguments", "ShowArguments", "demo", "generate", "make_page", "show",
-    "show_answer", "stream_answer", "watch_cycles",
-]  # fmt: skip
+    "Answer",
+    "Cycle",
+    "DemoArguments",
+    "GenerateArguments",
+    "ShowArguments",
+    "demo",
+    "generate",
+    "make_page",
+    "show",
+    "show_answer",
+    "stream_answer",
+    "watch_cycles",
+]

@@ -18,8 +18,7 @@ from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
 from ..measuring.timing import Prompts, Runner
 from ..pairs import PairArguments, load_pair, prompts_field, settings_of
-from .contest import Contests
-from .result import TuningResult
+from .contest import Contests, TuningResult
 from .trees import Tree, list_sizes, list_trees
 
 
