@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from commands import gumiho
+from commands import gumiho, refuse
 from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -310,45 +310,31 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_command_writes_everything_it_measured(tmp_path: Path) -> None:
+    """The chosen modes decode the first prompts of each category."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    written = gumiho(
+    words = [
         "benchmark", "--target", DEMO_TARGET, "--assistant", DEMO_PAIR / "gumiho", "--prompts",
-        DEMO_PAIR / "prompts.jsonl", "--num_prompts", 2, "--max_new_tokens", 8, "--dtype", "float32", "--modes",
-        "gumiho", "tree of 2", "tree of 8", "--output_dir", tmp_path / "out", "--chat_template", template,
-    )  # fmt: skip
-    assert "| overall, greedy, batch size 1 (2 batches) | plain |" in written
+        DEMO_PAIR / "prompts.jsonl", "--prompts_per_category", 1, "--max_new_tokens", 4, "--dtype", "float32",
+        "--output_dir", tmp_path / "out", "--chat_template", template, "--modes",
+    ]  # fmt: skip
+    written = gumiho(*words, "gumiho", "chain of 5")
+    assert "| overall, greedy, batch size 1 (4 batches) | plain |" in written
     assert written.count("| prompts | mode |") == 1
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {
-        "samples.jsonl", "samples.jsonl.made_from.json", "summary.json", "summary.md",
-    }  # fmt: skip
+    assert names == {"samples.jsonl", "samples.jsonl.made_from.json", "summary.json", "summary.md"}
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert {row["category"] for row in summary["rows"]} == {"overall", "library statements", "library functions"}
-    overall = [row for row in summary["rows"] if row["category"] == "overall"]
-    assert {row["mode"]: row["num_equal"] for row in overall}["gumiho"] == 2
+    overall = {row["mode"]: row["num_equal"] for row in summary["rows"] if row["category"] == "overall"}
+    assert overall == {"plain": 4, "gumiho": 4, "chain of 5": 4}
     assert summary["environment"]["torch"] == torch.__version__
-    assert len(samples_of(tmp_path / "out")) == 2 * len(overall)
-
-
-def test_only_the_chosen_modes_decode_the_first_prompts_of_each_category(tmp_path: Path) -> None:
-    args = BenchmarkArguments(
-        target=str(DEMO_TARGET), assistant=str(DEMO_PAIR / "gumiho"), prompts=str(DEMO_PAIR / "prompts.jsonl"),
-        dtype="float32", prompts_per_category=1, modes=["chain of 5", "gumiho"], max_new_tokens=4,
-        output_dir=str(tmp_path),
-    )  # fmt: skip
-    rows = benchmark(args)
-    assert [row.mode for row in rows if row.category == "overall"] == ["plain", "chain of 5", "gumiho"]
-    samples = samples_of(tmp_path)
     first: dict[str, str] = {}
     for number, line in enumerate((DEMO_PAIR / "prompts.jsonl").read_text().splitlines()):
         first.setdefault(json.loads(line)["category"], str(number))
-    assert len(first) == 4
+    samples = samples_of(tmp_path / "out")
     asked = {sample["category"]: sample["questions"] for sample in samples}
     assert asked == {category: [name] for category, name in first.items()}
-    with pytest.raises(ValueError, match=r"no mode 'chain of 9'. Choose from 'plain', .* 'chain of N'"):
-        benchmark(replace(args, modes=["chain of 9"], yes=True, restart=True))
-    assert samples_of(tmp_path) == samples, "an error deletes nothing"
+    refuse("There is no mode 'chain of 9'. Choose from 'plain', ", *words, "chain of 9", "--restart", "--yes")
+    assert samples_of(tmp_path / "out") == samples, "an error deletes nothing"
 
 
 def test_an_interrupted_benchmark_keeps_what_it_has_and_goes_on(

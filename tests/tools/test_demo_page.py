@@ -22,7 +22,7 @@ from transformers_gumiho.tools import presenting
 from transformers_gumiho.tools.measuring.timing import temporary_settings
 from transformers_gumiho.tools.presenting import DemoArguments, GenerateArguments, command, make_page
 from transformers_gumiho.tools.presenting.web import race as race_module
-from transformers_gumiho.tools.presenting.web.markup import answer_html, tree_html, verdict_html
+from transformers_gumiho.tools.presenting.web.markup import answer_html, verdict_html
 from transformers_gumiho.tools.presenting.web.race import Host, Race
 
 
@@ -90,25 +90,6 @@ def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
         shown = page_module.Page(*pair, LIMITS)
     values = {getattr(block, "label", ""): getattr(block, "value", None) for block in shown.blocks.values()}
     assert (values["Prompt-lookup drafts"], values["Branching factor"]) == (7, 3)
-
-
-def test_what_is_colored_is_drafted_and_the_page_survives_any_text(pair: Pair) -> None:
-    race = begin(make_host(pair), "print('<b>${1}</b>')\n")
-    assert race.wait(120)
-    html = answer_html(race.drafted)
-    text = "".join(piece.text for piece in race.drafted.pieces)
-    assert text == pair[1].decode(race.drafted.tokens)
-    drafts = [cycle.tokens[node] for cycle in race.drafted.cycles for node in cycle.accepted]
-    assert 0 < len(drafts) < len(race.drafted.tokens)
-    colored = "".join(piece.text for piece in race.drafted.pieces if piece.source == "draft")
-    assert colored == "".join(pair[1].decode([token]) for token in drafts)
-    assert "gumiho-drafts" in html
-    assert {piece.source for piece in race.plain.pieces} == {"target"}
-    tree = tree_html(race)
-    assert tree.count("<rect") == len(race.drafted.cycles[-1].tokens) + (
-        race.drafted.cycles[-1].bonus_token is not None
-    )
-    assert "<b>$" not in html + tree
 
 
 def test_stopped_answers_end_at_once_and_others_go_on(pair: Pair) -> None:
@@ -210,23 +191,6 @@ def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
         gumiho("demo", "--target", "no/such/folder", "--assistant", "no/such/one")
-
-
-def test_ctrl_c_ends_the_page_with_the_status_of_a_shell(
-    page_module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pages: list[Any] = []
-
-    def launch(page: Any, **_: Any) -> tuple[None, str, None]:
-        pages.append(page)
-        return None, "http://127.0.0.1:7860/", None
-
-    monkeypatch.setattr(page_module.gr.Blocks, "launch", launch)
-    monkeypatch.setattr(command.time, "sleep", fail_with(KeyboardInterrupt()))
-    with pytest.raises(SystemExit, match="130"):
-        gumiho("demo", "--pair", "demo")
-    assert capsys.readouterr().err.endswith("gumiho demo: Interrupted.\n")
-    assert pages[0].host.is_closed
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -31,13 +30,12 @@ from transformers import (
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.model.decoding_settings import value_for_rows
-from transformers_gumiho.tools.benchmarking import BenchmarkArguments, DecodingMode, Question, run_benchmark
+from transformers_gumiho.tools.benchmarking import DecodingMode, Question, run_benchmark
 from transformers_gumiho.tools.measuring.timing import PLAIN, Runner, temporary_settings
 from transformers_gumiho.tools.pairs import load_pair
 from transformers_gumiho.tools.presenting import (
     Answer,
     Cycle,
-    DemoArguments,
     GenerateArguments,
     ShowArguments,
     generate,
@@ -48,7 +46,6 @@ from transformers_gumiho.tools.presenting import (
 )
 from transformers_gumiho.tools.presenting.answering import logit_gap
 from transformers_gumiho.tools.presenting.terminal import describe_comparison, wants_colors, write_new_pieces
-from transformers_gumiho.tools.tuning import TuningArguments
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.training.recipe.arguments import RecipeArguments
 
@@ -432,36 +429,6 @@ def test_shown_path_is_the_one_that_generate_took(
     assert len(drafted) == value_for_rows(drafter.generation_config.num_assistant_tokens, 1)
 
 
-def test_nothing_is_decoded_after_the_shown_cycle() -> None:
-    passes: list[int] = []
-
-    def count(module: torch.nn.Module, *_: object) -> None:
-        passes.extend([1] if isinstance(module, PreTrainedModel) and module.can_generate() else [])
-
-    handle = torch.nn.modules.module.register_module_forward_hook(count)
-    try:
-        show(ShowArguments(**PAIR, prompt=PROMPT, step=6))
-    finally:
-        handle.remove()
-    assert len(passes) == 1 + 6, "the prompt's, and one for each cycle"
-
-
-def test_drafts_from_the_context_are_shown(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """The same cycle as `gumiho generate` has with this option."""
-    prompt = "x, y, z, w, " * 12 + "x, y,"
-    options = {"prompt_lookup_num_tokens": 10}
-    lengths = decode(target, drafter, prompt, max_new_tokens=64, **options).accepted_lengths[0]
-    cycles = [show(ShowArguments(**PAIR, prompt=prompt, **more)) for more in (options, {})]
-    assert len(cycles[0].committed) == lengths[0]
-    depths = []
-    for cycle in cycles:
-        depth = [0]
-        for parent in cycle.parents[1:]:
-            depth.append(depth[parent] + 1)
-        depths.append(max(depth))
-    assert depths[0] == 10 > depths[1], "deeper than the drafter drafts"
-
-
 def test_cycles_longer_than_the_drafters_paths_are_shown_completely(
     target: PreTrainedModel, drafter: GumihoModel, tmp_path: Path
 ) -> None:
@@ -542,15 +509,6 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
         target.generate(prompts, assistant_model=drafter, max_new_tokens=4)
 
 
-def test_all_commands_name_a_pair_with_the_same_options() -> None:
-    options = [
-        {(field.name, field.type, field.default, field.metadata["help"]) for field in fields(arguments)}
-        for arguments in (GenerateArguments, ShowArguments, DemoArguments, BenchmarkArguments, TuningArguments)
-    ]
-    shared = {name for name, *_ in set.intersection(*options)}
-    assert shared >= {"pair", "target", "assistant", "dtype", "device_map"}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_each_option_and_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -611,14 +569,6 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     assert process.stdout.splitlines()[-1] == "False"
     expected = {"--version": f"gumiho {version('transformers-gumiho')}", "tun": "gumiho: unknown command 'tun'"}
     assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
-
-
-def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
-    """A service may start them so."""
-    for words in (["--help"], ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"]):
-        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho_cli", *words]))
-        subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
-    assert (tmp_path / "t.svg").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hub_cache import write_to_hub_cache
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.observers import observing
@@ -178,15 +178,6 @@ def test_where_plain_decoding_is_faster_is_said() -> None:
     assert describe(result).count("(the drafter's own)") == 1
 
 
-def test_a_speed_that_is_shown_as_that_of_plain_decoding_is_not_called_slower() -> None:
-    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 2.0 / 0.996), batch_sizes=[1])
-    lines = describe(result).splitlines()
-    assert any(line.split()[:2] == ["1", "greedy"] and line.split()[-1] == "1.00" for line in lines)
-    assert [line.split(".")[0] for line in lines if "PLAIN" in line] == [
-        "PLAIN DECODING IS FASTER with 1 row, sampled"
-    ]
-
-
 def test_rows_in_which_the_target_verifies_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(command.logger, "warning", warnings.append)
@@ -240,77 +231,21 @@ def test_standings_take_the_median_of_ratios_within_turns() -> None:
         compare([(drafted[3], plain[3])])
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        (PROMPTS[:1], {}, r"needs two prompts, .*, got 1\. Give more, or raise `num_prompts`"),
-        (PROMPTS, {"batch_sizes": [4, 0]}, r"--batch_sizes must be at least 1, got 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(prompts: list[list[int]], options: dict[str, object], message: str) -> None:
-    machine = PlantedMachine(tau_of, cycle_of(0.02))
-    with pytest.raises(ValueError, match=message):
-        find(machine, prompts=prompts, **options)
-    assert not machine.calls
-
-
-class Listening(Runner):
-    """Keeps what it measured."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.compared: list[tuple[Any, list[DecodingTime]]] = []
-
-    def compare(self, modes: Any, prompts: Any, *args: Any, **kwargs: Any) -> list[DecodingTime]:
-        self.compared.append((prompts, super().compare(modes, prompts, *args, **kwargs)))
-        return self.compared[-1][1]
-
-
-def listen(
-    monkeypatch: pytest.MonkeyPatch,
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    tree: Tree,
-    length: int,
-    **options: Any,
-) -> Listening:
-    """Returns what measured a tree, with texts of this length."""
-    monkeypatch.setattr(contest, "ROUNDS", (2,))
-    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
-    runner = Listening(target, 0, length)
-    prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
-    find_settings(runner, drafter, [tree], prompts, TuningArguments(**options))
-    return runner
-
-
-def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
-    drafter = make_drafter(target, draft_vocabulary=[1, 2, 5, 6])
-    before = drafter.generation_config.to_dict()
-    tree = Tree(2, 2, 2, 0.5)
-    compared = listen(monkeypatch, target, drafter, tree, 9, batch_sizes=[1, 3]).compared
-    # The tree, with two vocabularies, in two sizes, and its final.
-    assert [len(prompts) for prompts, _ in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
-    assert [len(taken) - 1 for _, taken in compared] == [1, 1, 2, 2, 2, 2, 1, 1, 1, 1]
-    for prompts, (plain, *drafted) in compared[:6]:
-        for prompt, answer in zip(prompts, plain.answers, strict=True):
-            text = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0].tolist()
-            assert text == [*prompt, *answer]
-        assert (plain.num_tokens, plain.num_passes) == (8, 8)
-        for taken in drafted:
-            assert taken.answers == plain.answers
-            assert taken.num_tokens in (7, 8), "one less where the last cycle drafted nothing"
-            assert 0 < taken.num_passes <= 8
-            assert taken.seconds > 0
-    assert drafter.generation_config.to_dict() == before
+def test_a_single_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs two prompts, .*, got 1\. Raise `num_prompts`"):
+        find(PlantedMachine(tau_of, cycle_of(0.02)), prompts=PROMPTS[:1])
 
 
 def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
+    monkeypatch.setattr(contest, "ROUNDS", (2,))
     target = make_target("llama", vocab_size=64)
     drafter, origins = make_drafter(target, break_even=None), Origins()
+    before = drafter.generation_config.to_dict()
+    prompts = [make_prompts([length])["input_ids"][0].tolist() for length in (3, 6, 4)]
     with observing(origins):
-        listen(monkeypatch, target, drafter, Tree(12, 4, 7), 40, batch_sizes=[1], tune_vocabulary=False)
+        find_settings(Runner(target, 0, 40), drafter, [Tree(12, 4, 7)], prompts, TuningArguments(batch_sizes=[1]))
+        assert drafter.generation_config.to_dict() == before
         assert set(origins.sources) <= {"drafter", "end"}
         assert origins.sources.count("drafter") > 100
         target.generate(**make_prompts([5]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
