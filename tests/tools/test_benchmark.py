@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from commands import gumiho, refuse
-from training_data import CHATML, DEMO_TARGET, make_tokenizer, write_jsonl
+from training_data import DEMO_TARGET, make_tokenizer, write_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from transformers_gumiho import GumihoModel
@@ -32,7 +32,6 @@ from transformers_gumiho.tools.benchmarking import (
 from transformers_gumiho.tools.benchmarking.summary import bootstrap_interval, markdown
 from transformers_gumiho.tools.measuring import prompts, timing
 from transformers_gumiho.tools.measuring.timing import temporary_settings
-from transformers_gumiho.training.data.open_text import encode_turn
 
 
 DEMO_PAIR = DEMO_TARGET.parent
@@ -93,18 +92,6 @@ def test_a_drafter_that_looks_up_by_itself_is_measured_without_it_too(drafter: G
         assert "gumiho with prompt lookup" not in modes
         assert modes["gumiho without prompt lookup"].settings == {"prompt_lookup_num_tokens": None}
         assert modes["gumiho"].settings == {}
-
-
-def test_stages_add_up_to_the_time_of_the_run(samples: list[Sample]) -> None:
-    for sample in samples:
-        if sample.stages is not None:
-            stages = sample.stages
-            parts = [stages[name] for name in ("prompt", "verify", "draft", "rest")]
-            assert min(parts) > 0 or stages["num_cycles"] <= 1
-            assert sum(parts) == pytest.approx(sample.seconds)
-            if sample.batch_size == 1:
-                # The tokens of the last cycle beyond the limit are cut off, so a cycle may be left out.
-                assert stages["num_cycles"] - len(sample.accepted_lengths[0]) in (0, 1)
 
 
 def test_speeds_are_those_of_the_clock(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,15 +280,6 @@ def test_speed_bench_is_read_as_it_is_published(name: str, tmp_path: Path, monke
     assert read_prompts(path, num_prompts=2) == expected[:2]
     assert read_prompts(path, per_category=1) == [expected[0], expected[2]]
     assert f"Left out 1 rows of {path!r}, which hold a placeholder" in warnings[0]
-
-
-def test_later_turns_follow_the_answers() -> None:
-    tokenizer, plain = make_tokenizer(CHATML), make_tokenizer(None)
-    turns = zip(("user", "assistant", "user"), ("one", "first", "two"), strict=True)
-    messages = [{"role": role, "content": content} for role, content in turns]
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(encode_turn(tokenizer, ["one", "two"], ["first"])) == expected
-    assert plain.decode(encode_turn(plain, ["one", " two"], [" first"])) == "one first two"
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ import torch
 from commands import gumiho
 
 from transformers_gumiho.commands import UserValueError
-from transformers_gumiho.model.decoding_settings import value_for_rows
 from transformers_gumiho.tools import presenting
 from transformers_gumiho.tools.measuring.timing import temporary_settings
 from transformers_gumiho.tools.presenting import DemoArguments, GenerateArguments, command, make_page
@@ -75,17 +74,7 @@ def test_visitors_at_once_get_what_each_would_get_alone(pair: Pair) -> None:
     assert pair[2].generation_config.to_dict() == settings_before
 
 
-def test_settings_are_those_of_the_question_and_begin_with_the_drafters(
-    pair: Pair, calls_of: Any, page_module: Any
-) -> None:
-    asked = calls_of(type(pair[0]), "generate")
-    wanted = SMALL | {"prompt_lookup_num_tokens": 5}
-    race = begin(make_host(pair), PROMPTS[0], **wanted)
-    assert race.wait(120)
-    (own,) = [call.kwargs["assistant_model"].generation_config for call in asked if call.kwargs.get("assistant_model")]
-    assert {name: value_for_rows(getattr(own, name), 1) for name in wanted if name != "max_new_tokens"} == {
-        name: value for name, value in wanted.items() if name != "max_new_tokens"
-    }
+def test_the_settings_of_a_page_begin_with_the_drafters(pair: Pair, page_module: Any) -> None:
     with temporary_settings(pair[2], {"prompt_lookup_num_tokens": 7, "branching_factor": 3}):
         shown = page_module.Page(*pair, LIMITS)
     values = {getattr(block, "label", ""): getattr(block, "value", None) for block in shown.blocks.values()}

@@ -72,16 +72,10 @@ def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase
 
 def _accepted_chain(tokens: list[int], origin: DraftOrigin) -> Cycle:
     """Returns a cycle that committed these tokens, the last one as its bonus token."""
-    *drafts, bonus = tokens
-    depths = range(len(drafts) + 1)
-    return Cycle(
-        tokens=(0, *drafts),
-        parents=(0, *depths[:-1]),
-        scores=(0.0,) * len(depths),
-        accepted=tuple(depths[1:]),
-        bonus_token=bonus,
-        origin=origin,
-    )
+    num_nodes = len(tokens)
+    parents = tuple(max(node - 1, 0) for node in range(num_nodes))
+    accepted = tuple(range(1, num_nodes))
+    return Cycle((0, *tokens[:-1]), parents, (0.0,) * num_nodes, accepted, tokens[-1], origin)
 
 
 def answer_svg(answer: Answer, prompt: str | None = None) -> str:
