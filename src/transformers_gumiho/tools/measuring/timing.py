@@ -45,6 +45,11 @@ class DecodingTime:
     break_even: float | None = None
     stages: dict[str, float] | None = None
 
+    @property
+    def pass_seconds(self) -> float:
+        """Mean time of a pass. For a cycle, this includes drafting."""
+        return self.seconds / self.num_passes
+
 
 def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
     """Returns the devices other than the CPU that hold parts of the models."""

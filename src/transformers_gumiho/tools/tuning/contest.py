@@ -46,7 +46,7 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     if not used:
         raise UserValueError("The texts end with their first token. Give other prompts, or more `max_new_tokens`.")
     tau = sum(drafted.num_tokens for drafted, _ in used) / sum(drafted.num_passes for drafted, _ in used)
-    ratios = [(drafted.seconds / drafted.num_passes) / (plain.seconds / plain.num_passes) for drafted, plain in used]
+    ratios = [drafted.pass_seconds / plain.pass_seconds for drafted, plain in used]
     return Standing(tau, statistics.median(ratios))
 
 
