@@ -3,12 +3,13 @@
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
-from ...commands import REQUIRED, UserFileNotFoundError, UserValueError, as_user_errors, check_limits, option
+from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
@@ -26,6 +27,7 @@ The command trains drafters, not adapters: leave --lora_rank out. In code, `Gumi
     adapted = get_peft_model(gumiho, LoraConfig(r={rank}, target_modules=["q_proj", "v_proj", "fc", "linear"]))
     GumihoTrainer(adapted, args, target=target, train_dataset=dataset).train()"""
 STAGES = ["write", "features", "train", "tune", "evaluate"]
+_Precision = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(kw_only=True)
@@ -40,7 +42,7 @@ class WritingArguments:
     data_split: str = option("Split of the dataset, if its name has none.", "train")
     num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000, at_least=1)
     num_rows: int | None = option("Number of rows of the data to read (default: all).", at_least=1)
-    target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
+    target_dtype: Literal["auto", _Precision] = option("Precision of the target.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
     chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
@@ -89,8 +91,6 @@ class WritingArguments:
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
         parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
-        if self.target_dtype != "auto":
-            _check_precision("target_dtype", self.target_dtype)
         check_folder(str(self.target))
 
 
@@ -107,7 +107,9 @@ class DataArguments(WritingArguments):
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
-    recipe: str = option("How to train: recommended or published, whose defaults are shown here.", "recommended")
+    recipe: Literal["recommended", "published"] = option(
+        "How to train; the defaults of `published` are shown here.", "recommended"
+    )
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     force: bool = option("Continue a result with other options than it was begun with.", False)
@@ -117,12 +119,12 @@ class RecipeArguments(WritingArguments):
     ignore_plan: bool = option("Start even if that is more than there is, and try no memory.", False)
     regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
-    cache_features: str = option(
+    cache_features: Literal["auto", "true", "false"] = option(
         "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_dtype: str = option("Precision of the cached features.", "bfloat16")
+    features_dtype: _Precision = option("Precision of the cached features.", "bfloat16")
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.", at_least=1)
     num_eval_rows: float = option(
@@ -148,8 +150,6 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(_ADAPTERS.format(rank=self.lora_rank, drafter=self.drafter or "DRAFTER"))
         if unknown := set(self.stages) - set(STAGES):
             raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
-        if self.cache_features not in ("auto", "true", "false"):
-            raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check(given)
         for name in ("data", "num_rows", "openings", "regenerate"):
@@ -159,28 +159,15 @@ class RecipeArguments(WritingArguments):
                 )
         if self.writes_prompts and not self.regenerate:
             raise UserValueError("--regenerate has no effect with --data none, which has no answers. Leave it out.")
-        if missing := [folder for folder in self.features or () if not Path(folder).is_dir()]:
-            raise UserFileNotFoundError(f"There is no folder {missing[0]!r}. Name feature caches with --features.")
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
-        _check_precision("features_dtype", self.features_dtype)
-
-
-def _check_precision(name: str, value: str) -> None:
-    """Raises `ValueError` for a precision that no target has."""
-    if value not in ("float64", "float32", "bfloat16", "float16"):
-        raise UserValueError(f"There is no precision {value!r}. Give --{name} float32, bfloat16 or float16.")
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if training_args.resume_from_checkpoint is not None:
-        raise UserValueError("A run continues from its newest checkpoint: leave --resume_from_checkpoint out.")
     if training_args.save_only_model:
         raise UserValueError("A run continues from the optimizer's state, too: leave --save_only_model out.")
-    if training_args.prediction_loss_only:
-        raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):
         raise UserValueError(f"--report_to needs a library: install it with `pip install {min(missing)}`.")
     if not training_args.muon and training_args.optim_target_modules is None:  # which are the drafter's
@@ -192,10 +179,6 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError(
             f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
         )
-    if training_args.max_steps == 0 or (training_args.max_steps < 0 and training_args.num_train_epochs <= 0):
-        raise UserValueError("There is nothing to train: give --max_steps or --num_train_epochs above 0.")
-    if training_args.fp16 and training_args.device.type == "cpu":
-        raise UserValueError("--fp16 has no effect on a CPU, which trains in float32 or with --bf16. Leave it out.")
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
 
