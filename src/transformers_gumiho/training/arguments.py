@@ -91,16 +91,6 @@ class GumihoTrainingArguments(TrainingArguments):
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
             )
-        if self.batch_eval_metrics or not self.eval_do_concat_batches:
-            raise UserValueError(
-                "`batch_eval_metrics=True` and `eval_do_concat_batches=False` ask for metrics batch by batch, and the "
-                "agreement is one of all rows. Leave them out: an evaluation keeps only some numbers of each row."
-            )
-        if self.label_smoothing_factor:
-            raise UserValueError(
-                "`label_smoothing_factor` is for labels, and the losses compare with the target's distribution. Leave "
-                "it out."
-            )
 
     @property
     def rows_per_step(self) -> int:

@@ -24,17 +24,9 @@ class StepBatches(Sampler[list[list[int]]]):
     """
     The steps of a training, in random order: for each, the rows of each pass of one process.
 
-    A step has rows of like length, at most `tokens_per_step` tokens over all processes. Every process reads it in
-    equally many passes of at most `tokens_per_pass` tokens, of which some are empty where rows are few. The rows of a
-    step depend on the epoch and the seed, not on processes or passes. All epochs have equally many steps.
-
-    Args:
-        lengths: Tokens of each row.
-        tokens_per_step: Tokens of a step, padding included.
-        tokens_per_pass: Tokens of a pass, padding included.
-        seed: For the order.
-        process_index: The process whose rows these are.
-        num_processes: All processes.
+    A step has rows of like `lengths`, at most `tokens_per_step` tokens over all processes, padding included. Every
+    process reads it in equally many passes of at most `tokens_per_pass` tokens, of which some are empty where rows are
+    few. The rows of a step depend on epoch and `seed`, not on processes or passes. All epochs have as many steps.
     """
 
     batch_size = 1  # accelerate looks for one

@@ -38,10 +38,9 @@ def score_predictions(
     Scores each prediction of each row. Arguments as in [`chunked_gumiho_loss`], with an output made with
     `unroll`, so that prediction q is the drafter's at draft position q + 1.
 
-    Args:
-        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
-            them alone. The loss terms are then over these tokens. Where the target's choice cannot be drafted, the
-            prediction disagrees.
+    `vocabulary` holds the tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
+    them alone. The loss terms are then over these tokens. Where the target's choice cannot be drafted, the prediction
+    disagrees.
 
     Returns:
         `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
@@ -56,7 +55,8 @@ def score_predictions(
         logits = lm_head(selected.targets[piece])
         top_tokens = logits.argmax(dim=-1)
         logits = logits if token_ids is None else logits[:, token_ids]
-        target = Readout(selected.targets[piece], _computed(logits))
+        head: LMHead = lambda _, logits=logits: logits  # noqa: E731
+        target = Readout(selected.targets[piece], head)
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)
@@ -66,11 +66,6 @@ def score_predictions(
             scores = torch.stack([agreements, torch.ones_like(valid), *terms], dim=-1) * valid[:, None]
             table[:, index].index_add_(0, selected.rows[piece], scores)
     return table
-
-
-def _computed(logits: torch.Tensor) -> LMHead:
-    """Returns an output head that has run."""
-    return lambda _: logits
 
 
 def expected_acceptance_length(agreements: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerState, set_see
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserOSError, UserValueError, as_user_errors
 from ...files import check_files, damaged_files_named
 from ...model.checkpoint_files import stored_dtype
 from ...model.modeling_gumiho import GumihoModel
@@ -26,7 +26,6 @@ from .. import (
     last_complete_checkpoint,
     prepare_dataset,
 )
-from ..checkpoints import has_weights
 from ..data.manifest import Manifest, forced_differences
 from ..data.open_text import load_tokenizer as load_tokenizer_of
 from ..data.preparation import held_out_numbers
@@ -217,7 +216,11 @@ def _has_ended(state: TrainerState, training_args: GumihoTrainingArguments) -> b
 def is_there(training_args: GumihoTrainingArguments) -> bool:
     """Returns whether the result of a phase is there: its state is that of the last step, its weights can be read."""
     folder = Path(training_args.output_dir)
-    if not (folder / TRAINER_STATE_NAME).exists() or not has_weights(folder):
+    if not (folder / TRAINER_STATE_NAME).exists() or not any(folder.glob("*.safetensors")):
+        return False
+    try:
+        check_files(folder, {}, "*.safetensors")
+    except UserOSError:
         return False
     with damaged_files_named(folder):
         return _has_ended(_state_in(str(folder)), training_args)

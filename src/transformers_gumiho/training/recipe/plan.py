@@ -100,7 +100,7 @@ def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:
         weights = AutoModelForCausalLM.from_config(target_config).num_parameters() * dtype.itemsize
         drafter = GumihoModel(run.drafter_config)
     size = drafter.num_parameters()
-    trained = size - drafter.embed_tokens.weight.numel()
+    trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
     states = state_bytes(target_config, getattr(torch, args.features_dtype), run.layers)
     is_online = args.features is None and args.cache_features == "false"
     # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
