@@ -191,12 +191,12 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
     trainer = make_trainer(target, tmp_path, drafter, size=3, train_dataset=[{"input_ids": [1, 2, 3, 4, 3, 3]}])
     trainer.train()
     assert drafter.generation_config.draft_vocabulary == [3, 0, 7]
-    with pytest.raises(ValueError, match=r"must be from 2 .* to the target's 8 tokens, got 1"):
+    with pytest.raises(ValueError, match=r"must be from 2 .* to the target's 8 tokens, .* got 1"):
         make_trainer(target, tmp_path, size=1)
 
 
 def test_sizes_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose one"):
+    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, .* got 9"):
         make_trainer(target, tmp_path, size=9)
-    with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
+    with pytest.raises(ValueError, match="`draft_vocabulary_size` must be at least 1, got 0"):
         make_trainer(target, tmp_path, size=0)

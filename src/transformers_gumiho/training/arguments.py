@@ -78,8 +78,7 @@ class GumihoTrainingArguments(TrainingArguments):
             )
         for name in ("draft_vocabulary_size", "loss_chunk_size", "tokens_per_step", "tokens_per_pass"):
             if (value := getattr(self, name)) is not None and value < 1:
-                or_all = ", or `None` for all tokens" if name == "draft_vocabulary_size" else ""
-                raise UserValueError(f"`{name}` must be at least 1{or_all}, got {value}.")
+                raise UserValueError(f"`{name}` must be at least 1, got {value}.")
         if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
             raise UserValueError(
                 f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` counts batches of rows, and "

@@ -15,11 +15,6 @@ from .arguments import GumihoTrainingArguments
 from .data.budget import within_budget
 
 
-# The columns of a batch that are tensors `(B, L, ...)`.
-_EMPTY_TOKENS = 16  # of a pass without rows
-_OF_TOKENS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")
-
-
 class StepBatches(Sampler[list[list[int]]]):
     """
     The steps of a training, in random order: for each, the rows of each pass of one process.
@@ -121,7 +116,7 @@ class SeededLengthGroups(LengthGroupedSampler):
 
 @dataclass
 class PassCollator:
-    """Collates the rows of a pass, or of each pass of a step. A pass without rows gets a row that does not count."""
+    """Collates the rows of a pass, or of each pass of a step. A pass without rows has a row that does not count."""
 
     collate: Callable[..., Any]
     dataset: Any
@@ -135,10 +130,7 @@ class PassCollator:
         if rows:
             return self.collate(rows)
         batch = self.collate([self.dataset[0]])
-        of_tokens = {name: _cut_or_padded(batch[name]) for name in _OF_TOKENS if name in batch}
-        # Other columns have no row.
-        empty = {name: value[:0] for name, value in batch.items()} | of_tokens
-        return empty | {"loss_mask": torch.zeros_like(empty["loss_mask"])}
+        return batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
 
 
 class RowsOfPasses(torch.utils.data.Dataset):
@@ -168,13 +160,6 @@ def make_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
-
-
-def _cut_or_padded(values: torch.Tensor) -> torch.Tensor:
-    """Returns values `(1, L, ...)` of a row for as many tokens as let the drafter run all of its layers and heads."""
-    values = values[:, :_EMPTY_TOKENS]
-    missing = values.new_zeros(1, _EMPTY_TOKENS - values.shape[1], *values.shape[2:])
-    return torch.cat((values, missing), dim=1)
 
 
 def _rounded_up(length: int) -> int:

@@ -18,11 +18,9 @@ class DraftRestriction:
     """
     The draft vocabulary of a training with `draft_vocabulary_size`; without it, nothing is restricted.
 
-    The cross-entropies are then over these tokens alone, with the target's distribution normalized over them. A
-    position whose most likely token is none of them counts, too: it teaches the order of the others, and its feature
-    is where drafting continues. So the loss averages over the same positions with any vocabulary.
-
-    An EAGLE-3 head brings its tokens, and an output head of its own that scores what is predicted.
+    The cross-entropies are over these tokens alone. A position whose most likely token is none of them counts, too: it
+    teaches the order of the others, and drafting continues from its feature. An EAGLE-3 head brings its tokens, and an
+    output head of its own.
 
     Raises:
         ValueError: The size is out of range, or the drafter brings its tokens.
@@ -47,9 +45,8 @@ class DraftRestriction:
                 self._restrict_to(token_ids)
         elif self._size is not None and not (smallest := len(self._kept()) or 1) <= self._size <= self._vocab_size:
             raise UserValueError(
-                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the "
-                f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
-                f"`None` for all tokens."
+                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in it) to the "
+                f"target's {self._vocab_size} tokens, or `None` for all, got {self._size}."
             )
 
     def _restrict_to(self, token_ids: torch.Tensor) -> None:
@@ -69,10 +66,8 @@ class DraftRestriction:
 
     def find(self, checkpoint: str | None) -> None:
         """
-        Finds the vocabulary, makes it the drafter's setting, and restricts the features to it: that of the checkpoint
-        to continue from; else the drafter's own, filled up by counting if there is training data.
-
-        Raises `ValueError` if the checkpoint's or the drafter's vocabulary is of another size.
+        Restricts drafter and features to the vocabulary of the checkpoint to continue from; else to the drafter's own,
+        filled up by counting if there is training data. Raises `ValueError` if it is of another size.
         """
         if self._size is None:
             return

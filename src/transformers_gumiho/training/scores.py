@@ -1,6 +1,7 @@
 """How good a drafter is: how far it agrees with the target on a text, what that implies, and the measured tau."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,7 @@ def score_predictions(
         logits = lm_head(selected.targets[piece])
         top_tokens = logits.argmax(dim=-1)
         logits = logits if token_ids is None else logits[:, token_ids]
-        head: LMHead = lambda _, logits=logits: logits  # noqa: E731
-        target = Readout(selected.targets[piece], head)
+        target = Readout(selected.targets[piece], partial(_computed, logits))
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)
@@ -66,6 +66,10 @@ def score_predictions(
             scores = torch.stack([agreements, torch.ones_like(valid), *terms], dim=-1) * valid[:, None]
             table[:, index].index_add_(0, selected.rows[piece], scores)
     return table
+
+
+def _computed(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def expected_acceptance_length(agreements: Sequence[float]) -> float:
@@ -80,8 +84,13 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
     """
     Turns the score tables of all rows of an evaluation `(rows, Q, 2 + T)` into metrics: `loss`, its terms, the top-1
     `agreement_k` at each draft position k = 1..Q, and the `expected_acceptance_length` that these imply. The loss sums
-    the terms under the weights of the `Q` predictors.
+    the terms under the weights of the `Q` predictors. Raises `ValueError` where nothing was evaluated.
     """
+    if not table[..., POSITIONS].any():
+        raise UserValueError(
+            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
+            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
+        )
     sums = table.sum(axis=0, dtype=np.float64)
     means = sums / np.maximum(sums[:, POSITIONS : POSITIONS + 1], 1)
     metrics = {"loss": 0.0, "expected_acceptance_length": expected_acceptance_length(means[:, AGREEMENTS])}
@@ -91,16 +100,6 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
             metrics[f"{predictor.name}_{name}"] = value
             metrics["loss"] += weight * value
     return metrics
-
-
-def evaluation_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]) -> dict[str, float]:
-    """As [`agreement_metrics`]. Raises `ValueError` where nothing was evaluated, as no loss or agreement is 0 then."""
-    if not table[..., POSITIONS].any():
-        raise UserValueError(
-            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
-            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
-        )
-    return agreement_metrics(table, drafter_predictors)
 
 
 @torch.no_grad()

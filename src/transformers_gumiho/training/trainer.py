@@ -29,7 +29,7 @@ from .losses.positions import count_positions
 from .losses.predictors import LossWeights, Predictor, predictors
 from .model_card import model_card_of
 from .muon import muon_of
-from .scores import agreement_metrics, evaluation_metrics, score_predictions
+from .scores import agreement_metrics, score_predictions
 from .target_features import OnlineFeatures, add_noise
 from .unrolling import unroll_serial_head
 
@@ -110,7 +110,7 @@ class GumihoTrainer(TokenBudgetTrainer):
         kwargs.setdefault(
             "data_collator", GumihoDataCollator(drafter.config.get_text_config().vocab_size, num_positions)
         )
-        kwargs.setdefault("compute_metrics", lambda scored: evaluation_metrics(scored.predictions, self._predictors()))
+        kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
         kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
@@ -195,9 +195,6 @@ class GumihoTrainer(TokenBudgetTrainer):
                 scores = score_choices(*scored, inputs["input_ids"], **settings)
             else:
                 scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
-        if prediction_loss_only:
-            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
-            return torch.tensor(metrics["loss"], device=scores.device), None, None
         if self.args.pass_budget is not None:  # batches have different numbers of rows
             scores = scores.sum(dim=0, keepdim=True)
         # Without labels, no metrics are computed.

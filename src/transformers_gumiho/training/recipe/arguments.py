@@ -181,33 +181,3 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         )
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
-
-
-# What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.
-HELP = {
-    "target and data": [
-        "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
-        "chat_template_kwargs",
-        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "yes", "force",
-        "config", "plan", "ignore_plan", "num_proc",
-    ],
-    "answers of the target": [
-        "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
-        "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
-    ],
-    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "train_only",
-        "linear_start", "draft_vocabulary_size",
-    ],
-    "training": [
-        "num_train_epochs", "learning_rate", "warmup_steps", "tokens_per_step", "tokens_per_pass",
-        "per_device_train_batch_size", "muon", "packing", "cache_features", "features_dtype",
-        "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
-    ],
-    "loss": [
-        "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
-        "parallel_weight", "loss_chunk_size",
-    ],
-    "scores": [
-        "calibrate", "num_measured_prompts", "measured_new_tokens",
-    ],
-}  # fmt: skip

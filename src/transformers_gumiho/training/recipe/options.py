@@ -14,7 +14,7 @@ from ...commands import UserValueError, as_user_errors, build, read_words
 from ...files import read_text
 from ...model.target_shape import state_width
 from ..arguments import GumihoTrainingArguments
-from .arguments import HELP, RecipeArguments
+from .arguments import RecipeArguments
 
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
@@ -85,7 +85,7 @@ def read_options(words: Sequence[str], summary: str) -> Options:
     package = _of_package()
     usage = "--target NAME --data FILE|DATASET|none --output_dir DIR"
     shown = package["everywhere"] | package[device_of()]
-    of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=HELP)
+    of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=package["help"])
     path = of_line.get("config")
     of_file, phases_of_file = ({}, {}) if path is None else _read(path, of_line.get("use_cpu"))
     if phases_of_file and "recipe" in of_line:
