@@ -27,7 +27,6 @@ The command trains drafters, not adapters: leave --lora_rank out. In code, `Gumi
     adapted = get_peft_model(gumiho, LoraConfig(r={rank}, target_modules=["q_proj", "v_proj", "fc", "linear"]))
     GumihoTrainer(adapted, args, target=target, train_dataset=dataset).train()"""
 STAGES = ["write", "features", "train", "tune", "evaluate"]
-_Precision = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(kw_only=True)
@@ -42,7 +41,7 @@ class WritingArguments:
     data_split: str = option("Split of the dataset, if its name has none.", "train")
     num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000, at_least=1)
     num_rows: int | None = option("Number of rows of the data to read (default: all).", at_least=1)
-    target_dtype: Literal["auto", _Precision] = option("Precision of the target.", "auto")
+    target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
     chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
@@ -114,7 +113,7 @@ class RecipeArguments(WritingArguments):
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     force: bool = option("Continue a result with other options than it was begun with.", False)
     yes: bool = option("Delete what --restart names without asking.", False)
-    config: Path | None = option("File with options, as `training/recipe/defaults.yaml` or `work/resolved.yaml`.")
+    config: Path | None = option("File with options, e.g. `work/resolved.yaml`.")
     plan: bool = option("Print what the run takes of disk and memory, and stop.", False)
     ignore_plan: bool = option("Start even if that is more than there is, and try no memory.", False)
     regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
@@ -124,7 +123,9 @@ class RecipeArguments(WritingArguments):
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_dtype: _Precision = option("Precision of the cached features.", "bfloat16")
+    features_dtype: Literal["float64", "float32", "bfloat16", "float16"] = option(
+        "Precision of the cached features.", "bfloat16"
+    )
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.", at_least=1)
     num_eval_rows: float = option(
