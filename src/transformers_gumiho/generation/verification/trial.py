@@ -6,9 +6,7 @@ after the other.
 import inspect
 import json
 import math
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -37,11 +35,8 @@ TOLERANCE_OF_ROUNDING = 1e-2
 _HARDLY_WRONG = ("dory", "nemotron_h", "zamba2")
 
 Rows = Literal["one row", "a batch", "a padded batch"]
-
-
-# The oldest go first.
+# Verdicts that are kept for a target; the oldest go first.
 MAX_VERDICTS = 16
-_recording = threading.Lock()
 
 
 def check_multi_token_decode(
@@ -83,14 +78,11 @@ def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) ->
         (target.dtype, input_device(target), target.use_kernels),
     )
     verdicts = memory_of(target).verdicts
-    with suppress(KeyError):
-        return verdicts[key]
-    obstacle = _try(target, traits, rows)
-    with _recording:
-        while len(verdicts) >= MAX_VERDICTS:
-            del verdicts[next(iter(verdicts))]
-        verdicts[key] = obstacle
-    return obstacle
+    if key not in verdicts:
+        verdicts[key] = _try(target, traits, rows)
+        while len(verdicts) > MAX_VERDICTS:
+            verdicts.pop(next(iter(verdicts)), None)
+    return verdicts[key]
 
 
 def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
@@ -115,11 +107,11 @@ def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | Non
 
 def _measure(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> tuple[float, float]:
     """Returns the error of multi-token passes, and the tolerance for it."""
-    device = input_device(target)
-    if target.dtype not in NARROW and not (target.dtype == torch.float32 and rounds_products(device)):
+    may_round = target.dtype == torch.float32 and rounds_products(input_device(target))
+    if target.dtype not in NARROW and not may_round:
         return measure_continuation(target, traits, rows), TOLERANCE
     try:
-        with computing_precisely(device):
+        with computing_precisely():
             return measure_continuation(target, traits, rows), TOLERANCE
     except (torch.OutOfMemoryError, MemoryError):
         raise
