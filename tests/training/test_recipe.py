@@ -10,13 +10,12 @@ import pytest
 import torch
 from commands import gumiho, refuse
 from safetensors.torch import load_file
-from training_data import CHATML, DEMO_TARGET, MESSAGES, read_jsonl, write_jsonl
+from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel, record
 from transformers_gumiho.tools.measuring.prompts import read_prompts
 from transformers_gumiho.training import FeatureDataset, GumihoTrainingArguments, load_conversations
-from transformers_gumiho.training.data.preparation import held_out_numbers
 from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
 from transformers_gumiho.training.recipe import phases, target
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
@@ -164,19 +163,6 @@ def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: st
     gumiho(*common, tmp_path / "recorded", "--output_dir", tmp_path / "both", "--drafter", serial)
 
 
-def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tmp_path: Path) -> None:
-    """The cache holds the last layer's states, whether a drafter reads other layers or not."""
-    sizes = []
-    for layers in ([], [3], [3, -1]):
-        command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "new", "--plan"]
-        output = gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
-        assert "40 rows of data" in output
-        assert not list((tmp_path / "new" / "work").iterdir())
-        (found,) = re.findall(r"^features +([\d.]+) MB", output, flags=re.MULTILINE)
-        sizes.append(float(found))
-    assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,6 +172,8 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         (["--features", ".", "--data", "x"], "--data has no effect with --features, which holds prepared data"),
         (["--features", ".", "--regenerate", "true"], "--regenerate has no effect with --features"),
         (["--target", "t", "--data", "none", "--regenerate", "false"], "--regenerate has no effect with --data none"),
+        (["--target", "t", "--data", "none", "--num_rows", "5"], "no effect with --data none: use --num_prompts"),
+        (["--target", "t", "--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
         (["--target", "./t", "--data", "x"], "There is no folder './t'"),
         (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
         (["--target", "t", "--data", "x", "--output_dir", "t"], "would replace the target in 't'. Name"),
@@ -221,17 +209,6 @@ def test_what_is_missing_is_named(
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data", "none", "--num_rows", 5], "--num_rows has no effect with --data none: use --num_prompts"),
-        (["--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
-    ],
-)
-def test_an_option_that_chooses_other_data_is_refused(words: list[object], message: str, tmp_path: Path) -> None:
-    refuse(message, "data", "--output_file", tmp_path / "out", "--target", "t", *words)
-
-
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The defaults depend on which are given."""
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -245,26 +222,6 @@ def test_each_process_loads_its_target_on_its_own_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load := Mock())
     target.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
     assert load.call_args.kwargs["device_map"] == torch.device("cuda", 1)
-
-
-def test_held_out_rows_are_chosen_before_anything_is_written(small: Path, tmp_path: Path) -> None:
-    """By their number and the seed: they have all lengths, and a refused row leaves its part."""
-    rows = [{"prompt": f"x{index} = path\n" * (1 + index // 5)} for index in range(80)]
-    data = write_jsonl(tmp_path / "q.jsonl", [*rows, *rows])
-    command = [
-        "train", "--target", small, "--data", data, "--output_dir", tmp_path / "out", "--use_cpu", "--seed", 3,
-        "--max_new_tokens", 4, "--max_length", 90, "--writing_batch_size", 16, "--stages", "write", "features",
-        "--num_eval_rows", 0.25,
-    ]  # fmt: skip
-    gumiho(*command)
-    answers = read_jsonl(tmp_path / "out/work/answers.jsonl")
-    chosen = held_out_numbers(len(answers), 0.25, seed=3)
-    cached = FeatureDataset(tmp_path / "out/work/held_out")
-    turns = [turn for number in chosen for turn in answers[number].get("generations", [])]
-    expected = [len(turn["prompt_ids"]) + len(turn["answer_ids"]) for turn in turns]
-    assert sorted(len(cached[index]["input_ids"]) for index in range(len(cached))) == sorted(expected)
-    assert len({*expected}) > 5
-    assert min(expected) < 20 < 40 < max(expected)
 
 
 def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(

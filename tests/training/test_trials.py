@@ -42,13 +42,6 @@ def test_passes_are_halved_down_to_one_row(capsys: pytest.CaptureFixture[str]) -
         largest_that_fits(other, torch.device("cpu"))
 
 
-def test_processes_take_what_fits_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here everything fits; in another process only six do."""
-    tried: list[int] = []
-    monkeypatch.setattr(trials, "gather_object", lambda fits: [*fits, tried[-1] <= 6])
-    assert largest_that_fits(make_trial(tried, 100), torch.device("cpu")) == 6
-
-
 @pytest.mark.parametrize(
     ("stage", "largest", "expected"),
     [

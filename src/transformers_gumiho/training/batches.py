@@ -134,8 +134,6 @@ class PassCollator:
 
 
 class RowsOfPasses(torch.utils.data.Dataset):
-    """A dataset whose items are lists of another one's rows."""
-
     def __init__(self, dataset: Any):
         self.dataset = dataset
 

@@ -116,7 +116,6 @@ def _losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _lowest(curve: torch.Tensor) -> float:
-    """Returns the temperature at the lowest point of a curve `(G,)` over the grid."""
     lowest, shift = int(curve.argmin()), 0.0
     if 0 < lowest < len(curve) - 1:
         left, middle, right = curve[lowest - 1 : lowest + 2].tolist()

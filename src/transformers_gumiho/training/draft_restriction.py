@@ -88,7 +88,6 @@ class DraftRestriction:
         self._restrict_to(torch.tensor(found))
 
     def _count(self, size: int) -> list[int]:
-        """Counts on the training answers, of which each process reads its share."""
         trainer, processes = self._trainer, self._trainer.accelerator
         rows = processes.process_index, processes.num_processes
         counts = count_answer_tokens(trainer.train_dataset, trainer.data_collator, self._vocab_size, *rows)

@@ -95,7 +95,6 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
 
 
 def _own_layers_of(target: str | None) -> str:
-    """Returns the name of a drafter for `--drafter mtp`: the target's."""
     if target is None or not has_mtp_layers(target, {}):
         raise UserValueError(
             f"--drafter mtp trains the MTP layer in the target's checkpoint, and {target!r} has none. Give a target "

@@ -112,7 +112,6 @@ class Training:
             trainer.accelerator.free_memory()
 
     def _train_phase(self, phase: str, training_args: GumihoTrainingArguments, start: str | None) -> GumihoTrainer:
-        """Trains one phase, and keeps its best drafter and its log."""
         set_seed(training_args.seed)
         checkpoint = last_complete_checkpoint(training_args.output_dir)
         state = _state_in(checkpoint) if checkpoint else None
@@ -282,7 +281,6 @@ def online_data(run: RunContext, rows: Any, held_out: Any) -> dict[str, Any]:
 
 
 def _prepared(run: RunContext, rows: Any) -> tuple[Any, Any]:
-    """Returns rows of token ids, and what became of the data."""
     return prepare_dataset(
         rows, load_tokenizer(run.args), run.target_config, max_length=run.longest_row, packing=bool(run.args.packing),
         num_proc=run.args.num_proc,

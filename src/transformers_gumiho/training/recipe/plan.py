@@ -10,7 +10,7 @@ import torch
 from datasets import config as datasets_config
 from transformers import AutoModelForCausalLM
 
-from ...commands import UserOSError, UserValueError
+from ...commands import UserOSError
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
 from ..data.preparation import DataSize, prepare_dataset, size_of_prompts
@@ -49,8 +49,8 @@ class Needs(NamedTuple):
 
 def plan_run(run: RunContext) -> None:
     """
-    Prints what a run will take, and decides whether states are kept. Raises `OSError` where a disk has no room for it,
-    and `ValueError` where a CPU has too little memory.
+    Prints what a run will take, and decides whether states are kept. Raises `OSError` where a disk or a CPU's memory
+    has no room for it.
     """
     args, phase = run.args, run.training_args
     size = size_of_data(run)
@@ -133,7 +133,6 @@ def _why_not_kept(run: RunContext, disk: float) -> str:
 
 
 def _describe(needs: dict[str, Needs], is_tried: bool) -> str:
-    """Returns the plan as a table; what `is_tried` is not computed."""
     largest = max((need.memory for need in needs.values()), default=0)
     rows = {**needs, "all": Needs(sum(need.disk for need in needs.values()), largest)}
     lines = ["stage          disk" + ("  (the memory is tried)" if is_tried else "     memory  (computed)")]
@@ -143,7 +142,6 @@ def _describe(needs: dict[str, Needs], is_tried: bool) -> str:
 
 
 def _check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None:
-    """Raises `OSError` where a disk has no room for what goes on it: the run's, and that of the `datasets` cache."""
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     while not cache.exists():
         cache = cache.parent
@@ -151,14 +149,10 @@ def _check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> Non
     place = folder if _disk_of(cache) == _disk_of(folder) else cache
     asked[place] = asked.get(place, 0) + _PREPARED_BYTES * num_tokens
     for place, needed in asked.items():
-        if needed > (free := shutil.disk_usage(place).free):
-            way_out = "Use a larger disk, fewer rows, or `--cache_features false`"
-            if place != folder:
-                way_out = "The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE"
-            raise UserOSError(
-                f"The run needs about {_size(needed)} in {str(place)!r}, and {_size(free)} are free. {way_out}. "
-                f"`--ignore_plan` starts all the same."
-            )
+        way_out = "Use a larger disk, fewer rows, or `--cache_features false`"
+        if place != folder:
+            way_out = "The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE"
+        _check("The run needs", needed, f"the disk of {str(place)!r}", shutil.disk_usage(place).free, way_out)
 
 
 def _disk_of(folder: Path) -> int:
@@ -166,18 +160,12 @@ def _disk_of(folder: Path) -> int:
 
 
 def _check_memory(needs: dict[str, Needs]) -> None:
-    """Raises `ValueError` where a stage needs more memory than is free, on a CPU."""
     free = psutil.virtual_memory().available
     for stage, need in needs.items():
-        if need.memory > free:
-            raise UserValueError(
-                f"The stage {stage!r} needs about {_size(need.memory)} of memory, and {_size(free)} are free. What "
-                f"helps: {_SMALLER_BY[stage]}. `--ignore_plan` starts all the same."
-            )
+        _check(f"The stage {stage!r} needs", need.memory, "memory", free, f"What helps: {_SMALLER_BY[stage]}")
 
 
 def _check_shared_memory(run: RunContext) -> None:
-    """Raises `OSError` where workers of the loader have no room for what they load ahead."""
     phase = run.training_args
     if phase.dataloader_num_workers == 0 or not _SHARED_MEMORY.is_dir():
         return
@@ -186,16 +174,20 @@ def _check_shared_memory(run: RunContext) -> None:
     step = max(share, run.longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
     batches = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2)
     needed = batches * step * (_IDS_BYTES + states) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if needed > (free := shutil.disk_usage(_SHARED_MEMORY).free):
+    way_out = "Give a container more (`docker run --shm-size`), or `--dataloader_num_workers 0`"
+    loaders = f"The {phase.dataloader_num_workers} workers of the loader keep"
+    _check(loaders, needed, str(_SHARED_MEMORY), shutil.disk_usage(_SHARED_MEMORY).free, way_out)
+
+
+def _check(who: str, needed: float, place: str, free: float, way_out: str) -> None:
+    if needed > free:
         raise UserOSError(
-            f"The {phase.dataloader_num_workers} workers of the loader keep about {_size(needed)} in "
-            f"{str(_SHARED_MEMORY)!r}, and {_size(free)} are free. Give a container more (`docker run --shm-size`), "
-            f"or `--dataloader_num_workers 0`. `--ignore_plan` starts all the same."
+            f"{who} about {_size(needed)} of {place}, and {_size(free)} are free. {way_out}. `--ignore_plan` starts "
+            f"all the same."
         )
 
 
 def _cache_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Returns the bytes of a token in the target's cache."""
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     cached = getattr(config, "num_key_value_heads", None) or heads

@@ -123,7 +123,6 @@ class Run(RunContext):
         return Manifest(*place).is_finished
 
     def _keep_options(self) -> None:
-        """Prints the options, unless they are as before, and keeps them."""
         path, resolved = self.work / RESOLVED, self.options.resolved()
         before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
         PartialState().wait_for_everyone()
@@ -262,5 +261,4 @@ class Run(RunContext):
 
 
 def _size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())

@@ -83,7 +83,6 @@ def try_stages(run: RunContext, stages: Collection[str]) -> None:
 
 
 def _limit_passes(run: RunContext, trial: Trial, device: torch.device) -> None:
-    """Lowers `tokens_per_pass` of all phases to what fits, if that is less than planned."""
     if (size := largest_that_fits(trial, device)) < trial.size:
         for phase in run.phases.values():
             phase.tokens_per_pass = size
