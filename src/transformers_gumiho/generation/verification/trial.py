@@ -43,9 +43,8 @@ def check_multi_token_decode(
     target: PreTrainedModel, traits: TargetTraits, attention_mask: torch.Tensor | None, batch_size: int = 1
 ) -> None:
     """
-    Raises [`Unsupported`] for a target whose pass over several tokens differs from single-token passes. The first
-    call runs the target on a few tokens; later calls reuse the result. The trial has padding if the `attention_mask`
-    `(B, T)` of the prompt has it, and two rows if `batch_size` is larger than 1.
+    Raises [`Unsupported`] for a target whose pass over several tokens differs from single-token passes. The trial has
+    padding if the `attention_mask` `(B, T)` of the prompt has it, and two rows if `batch_size` is larger than 1.
     """
     name = traits.name
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -66,10 +65,7 @@ def check_multi_token_decode(
 
 
 def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
-    """
-    Returns why drafts cannot be verified, as a clause; `None` if they can. A target with this config, code and dtype
-    on this device is tried once.
-    """
+    """Returns why drafts cannot be verified, as a clause; `None` if they can. What was tried is not tried again."""
     key = (
         rows,
         type(target),
