@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -256,8 +255,6 @@ class Runner:
 def pad_left(prompts: Prompts, pad_token_id: int | None, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns prompts as a batch `(B, T)`. Without a padding token, token 0 pads: it is masked."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    return {
-        "input_ids": pad(rows, padding_value=pad_token_id or 0),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
+    ids = pad_sequence(rows, True, pad_token_id or 0, "left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    return {"input_ids": ids, "attention_mask": mask}
