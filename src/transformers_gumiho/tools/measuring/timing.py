@@ -132,8 +132,7 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 class StageTimer(GenerationObserver):
     """
     The times of a generation: its `start`, when the target had read the prompt (`prompt_end`), when nothing more was
-    drafted, as one token was missing (`end_of_drafts`), and its `end`, which the caller takes. `num_cycles` counts the
-    passes over trees. With stages, each stage waits for the `devices`, so the generation takes longer.
+    drafted (`end_of_drafts`), and its `end`, which the caller takes. With stages, each stage waits for the `devices`.
     """
 
     def __init__(self, devices: Sequence[torch.device], with_stages: bool):
@@ -205,8 +204,7 @@ PLAIN = DecodingMode("plain")
 class Runner:
     """
     Decodes batches in several modes, one after the other, so that a drift of the machine affects all of them. Another
-    one comes first each time: the processor may be cooler then. `stages` also times the stages of cycles, for which
-    other devices than a CPU decode once more.
+    one comes first each time. `stages` also times the stages of cycles, for which accelerators decode once more.
     """
 
     def __init__(

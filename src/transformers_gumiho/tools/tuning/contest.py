@@ -38,9 +38,8 @@ class Standing:
 
 def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     """
-    Summarizes turns, of a tree and of plain decoding each. Acceptance does not depend on time, so tau is a sum over
-    all turns. A machine's speed drifts, so the ratio of the two times is taken within each turn. Other programs
-    interrupt, so the median over the turns counts. Raises `ValueError` if all texts end with their first token.
+    Summarizes turns, of a tree and of plain decoding each. A machine's speed drifts, so the ratio of the two times is
+    taken within each turn. Other programs interrupt, so the median over the turns counts.
     """
     used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
     if not used:
