@@ -19,7 +19,7 @@ from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
     WritingSettings,
-    cache_writer,
+    feature_cache,
     regenerate_dataset,
     synthesize_dataset,
     write_feature_cache,
@@ -88,7 +88,7 @@ def test_more_questions_begin_with_those_that_are_there(whole: Whole, tmp_path: 
     ("write", "owner", "name"),
     [
         (write_answers, row_file, "append_rows"), (write_questions, row_file, "append_rows"),
-        (write_features, cache_writer, "save_file"),
+        (write_features, feature_cache, "save_file"),
     ],
     ids=["answers", "questions", "features"],
 )  # fmt: skip

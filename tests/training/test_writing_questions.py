@@ -81,7 +81,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel, tmp_pa
     prompts = []
 
     class Engine(LocalEngine):
-        def run(self, tasks: Any, is_proven: bool = True) -> Any:
+        def run(self, tasks: Any) -> Any:
             for number, task in tasks:
                 prompts.append(task.send(None).prompt_ids)
                 with pytest.raises(StopIteration) as ended:
@@ -142,12 +142,10 @@ def test_a_template_without_a_user_opening_is_refused(
         ("¿Cómo se prepara una buena tortilla de patatas?", True, None),
         ("Wie backe ich Brot? 日本の歴史について教えてください。", True, None),
         ("How do I sort", False, "does not end"),
-        ("Hi", True, "too short"),
-        ("What is <|im_start|>user about?", True, "garbled"),
-        ("What is \ufffd\ufffd about, please?", True, "garbled"),
-        ("1 + 2 = 3 + 4 = 5 + 6 =", True, "hardly any letters"),
+        ("Hi", True, "too short or garbled"),
+        ("What is <|im_start|>user about?", True, "too short or garbled"),
+        ("What is \ufffd\ufffd about, please?", True, "too short or garbled"),
         ("I am sorry about that. " * 12, True, "repeats itself"),
-        ("What is a veryveryveryveryveryveryveryvery long word?", True, "repeats itself"),
     ],
 )
 def test_degenerate_prompts_are_told(text: str, ended: bool, reason: str | None) -> None:

@@ -20,11 +20,10 @@ from ..internals import version_of
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
 from ..model.wrappers import as_target
-from .cache_writer import CacheWriter, delete_unfit, write_target
 from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
 from .data.manifest import Manifest
 from .data.run_files import sole_writer
-from .feature_cache import check_version, layer_fields, layers_in, rows_of, shards_of
+from .feature_cache import CacheWriter, delete_unfit, layer_fields, layers_in, rows_of, shards_of, write_target
 from .recorded_call import DTYPE, RecordedCall
 
 
@@ -57,7 +56,7 @@ def record(
         share: Share of the calls that are recorded. Which ones is drawn without PyTorch's or Python's random state.
 
     Raises:
-        ValueError: `target` or `tokenizer` is none, the folder was recorded from another target or with another
+        ValueError: `target` is none, it has no tokenizer, the folder was recorded from another target or with another
             tokenizer, or a number is out of range.
         OSError: The folder cannot be written.
 
@@ -81,8 +80,6 @@ def record(
     ```
     """
     inner, folder = as_target(target), Path(folder).absolute()  # wherever the program goes
-    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise UserValueError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
     check_settings(max_gigabytes, share)
     name = inner.config.name_or_path
     try:
@@ -172,7 +169,6 @@ class Recorder:
 
     def _open(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Begins a cache, or goes on with one. Raises `ValueError` where that is of something else."""
-        check_version(self.folder)
         self._manifest = Manifest(self.folder)
         if any(self.folder.iterdir()) and "recording" not in self._manifest.made_from:
             raise UserValueError(f"{str(self.folder)!r} holds something else than a recording. Name a new folder.")
@@ -185,9 +181,9 @@ class Recorder:
         write_target(target, tokenizer, self.folder)
         self._writer = CacheWriter(self.folder)
         for path in shards_of(self.folder):
-            numbers, lengths = rows_of(path)
-            self._shards.append((path, path.stat().st_size, int(lengths.sum())))
-            self._num_rows = int(numbers.max()) + 1
+            rows = rows_of(path)
+            self._shards.append((path, path.stat().st_size, sum(length for _, length in rows)))
+            self._num_rows = rows[-1][0] + 1
 
     def _observe(self, drafter: GumihoModel) -> RecordedCall | None:
         """Returns the observer of a call that begins, unless it is not to be recorded."""
@@ -201,7 +197,6 @@ class Recorder:
                 raise UserValueError("this is another process than the one that began it")
             if (versions := _versions(target)) != self._seen:
                 if not self._has_its_weights():
-                    self._write_calls(are_checked=True)  # which ended before that
                     raise UserValueError(_CHANGED)
                 self._seen = versions
             layers = drafter.config.layers_read(target.config)
@@ -233,13 +228,13 @@ class Recorder:
                 if sum(call.num_rows for call in self._calls) >= _ROWS_PER_SHARD:
                     self._write_calls()
 
-    def _write_calls(self, are_checked: bool = False) -> None:
+    def _write_calls(self) -> None:
         """
         Writes the rows of calls that have ended into a shard, and deletes the oldest shards where the folder is full.
         Drops calls of other weights: code that writes to `weight.data` counts no new version.
         """
         calls, self._calls = self._calls, []
-        if calls and not are_checked and not self._has_its_weights():
+        if calls and not self._has_its_weights():
             raise UserValueError(_CHANGED)
         rows: dict[int, dict[str, torch.Tensor]] = {}
         try:

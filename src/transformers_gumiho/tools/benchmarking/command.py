@@ -69,7 +69,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     target, tokenizer, drafter = load_pair(args)
     modes = decoding_modes(drafter, args.modes, _load_draft_model(args, target))
     conditions = _conditions(target, drafter)
-    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
     if args.restart:
         measured.unlink(missing_ok=True)

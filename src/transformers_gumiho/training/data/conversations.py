@@ -185,10 +185,7 @@ def _read_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 def _read_generations(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     try:
-        if "generations" in row:
-            found = [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
-        else:  # as earlier versions named them
-            found = [(item["prompt"], item["answer"]) for item in row.get("written", [])]
+        found = [(item["prompt_ids"], item["answer_ids"]) for item in row.get("generations", [])]
         if all(isinstance(token, int) and token >= 0 for pair in found for ids in pair for token in ids):
             return found
     except (KeyError, TypeError):

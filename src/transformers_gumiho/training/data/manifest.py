@@ -103,24 +103,17 @@ def forced_differences(folder: Path) -> list[str]:
 
 def begin(path: Path, made_from: dict[str, Any], instead: str = "Write into another file or delete this one.") -> None:
     """
-    Writes the manifest of a file of rows, or where it has some, compares with that. `instead` is what to do where they
-    differ.
+    Writes the manifest of a file of rows, or where it has rows and a manifest, compares with that. `instead` is what
+    to do where they differ.
 
     Raises:
         ValueError: The file was begun with other settings, or its manifest is damaged.
         OSError: The disk is full. What was written before stays.
     """
     has_rows = path.exists() and path.stat().st_size > 0
-    before = path.with_name(f"{path.name}.settings.json")
     if not has_rows:
         path.with_name(f"{path.name}.{MADE_FROM}").unlink(missing_ok=True)
     manifest = Manifest(path.parent, path.name)
-    if has_rows and manifest.made_from:
-        manifest.check(made_from, instead)
-    elif has_rows and before.exists():
-        raise UserValueError(
-            f"An earlier version began {str(path)!r}. Delete {before.name!r} to continue with the current "
-            f"settings, or write into another file."
-        )
-    else:
+    manifest.check(made_from, instead)
+    if not manifest.made_from:
         manifest.write(made_from)

@@ -19,10 +19,10 @@ from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 7
+_FORMAT = 8
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
-_COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
+_COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_dropped")
 # Of a row that the target answers: what it reads first, the conversation as JSON, and the tokens of all questions.
 _PROMPT: dict[str, Any] = {"prompt_ids": Sequence(Value("int32")), "conversation": Value("string")}
 _LOOKS: dict[str, Any] = {"key": Value("string")}
@@ -38,8 +38,8 @@ class PreparationReport:
     """
     What became of a dataset: the numbers of the rows that are left out, by reason (`problems`); `num_texts` texts, of
     which each window of a long raw text is one, with `num_tokens` tokens, of which the loss counts `num_loss_tokens`;
-    `num_truncated` texts that were cut at the maximum length, and the `num_tokens_cut` tokens of these; `num_dropped`
-    answers that began a row, and were left out; `num_rows` rows after packing.
+    `num_truncated` texts that were cut at the maximum length; `num_dropped` answers that began a row, and were left
+    out; `num_rows` rows after packing.
     """
 
     problems: dict[str, list[int]] = field(default_factory=dict)
@@ -47,16 +47,14 @@ class PreparationReport:
     num_tokens: int = 0
     num_loss_tokens: int = 0
     num_truncated: int = 0
-    num_tokens_cut: int = 0
     num_dropped: int = 0
     num_rows: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.num_texts:,} texts with {self.num_tokens:,} tokens ({self.num_loss_tokens:,} of them count) in "
-            f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
-            f"tokens cut); {sum(map(len, self.problems.values())):,} left out"
-            f"{_left_out(self.problems, self.num_dropped)}"
+            f"{self.num_rows} rows; {self.num_truncated:,} texts truncated; "
+            f"{sum(map(len, self.problems.values())):,} left out{_left_out(self.problems, self.num_dropped)}"
         )
 
 
@@ -117,9 +115,8 @@ def prepare_dataset(
             f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
         )
     columns = _ROWS | dict.fromkeys(_COUNTS, Value("int64"))
-    settings = {"max_length": max_length, "vocab_size": config.vocab_size}
-    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
-    found = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
+    tokenizer, settings = with_template_kwargs(tokenizer, chat_template_kwargs), {"vocab_size": config.vocab_size}
+    found = _read_rows(dataset, _encode, columns, tokenizer, num_proc, max_length=max_length, **settings)
     places, problems = _sorted_out(found)
     rows = found.select(places)
     counts = {name: sum(rows[name]) for name in _COUNTS}
@@ -152,10 +149,10 @@ def read_prompts(
     Raises:
         ValueError: The dataset is a stream or empty.
     """
-    if {*_PROMPT, *_LOOKS} <= {*(getattr(dataset, "column_names", None) or ())}:
+    if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):
         return dataset  # which was read before
-    settings = {"num_prompt_tokens": num_prompt_tokens}
-    return _read_rows(dataset, _prompt, _PROMPT | _LOOKS, tokenizer, num_proc, **settings)
+    columns = _PROMPT | _LOOKS
+    return _read_rows(dataset, _prompt, columns, tokenizer, num_proc, num_prompt_tokens=num_prompt_tokens)
 
 
 def usable_rows(
@@ -164,7 +161,6 @@ def usable_rows(
     max_length: int,
     *,
     answered: bool = False,
-    max_new_tokens: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
     """
@@ -192,8 +188,6 @@ def usable_rows(
     report = f"{len(looks):,} of {len(dataset):,} rows can be used, with {num_answers:,} answers"
     if not answered:
         report += f" to write after {sum(map(len, looks['prompt_ids'])):,} tokens of first prompts"
-    if max_new_tokens:
-        report += f": about {num_answers * max_new_tokens // 2:,} tokens, if they have half of {max_new_tokens} each"
     report += _left_out(problems, sum(looks["num_dropped"]))
     if not len(looks):
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
@@ -353,10 +347,9 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
         for start in range(0, max_length if is_cut else max(len(ids), 1), max_length):
             some, mask = ids[start : start + max_length], counts[start : start + max_length]
             if any(mask[1:]):
-                num_cut = (len(ids) - max_length) * is_cut
                 yield {
                     "input_ids": some, "loss_mask": mask, "num_tokens": len(some), "num_loss_tokens": sum(mask),
-                    "num_truncated": is_cut, "num_tokens_cut": num_cut, "num_dropped": num_dropped,
+                    "num_truncated": is_cut, "num_dropped": num_dropped,
                 }  # fmt: skip
                 num_dropped = 0
             elif not start:  # or else it is the end of a long text, too short to learn from

@@ -75,13 +75,10 @@ def load_rows(
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
     """Returns the prompts of the data, or the rows that are `answered` and can be learned, and a report."""
-    limit = None if answered else args.max_new_tokens
     with processes().main_process_first():  # the others read what it has prepared
         rows = load_conversations(str(args.data), args.data_split)
         rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
-        return usable_rows(
-            rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit, num_proc=num_proc
-        )
+        return usable_rows(rows, tokenizer, row_length(args, config), answered=answered, num_proc=num_proc)
 
 
 def write_answers(

@@ -73,10 +73,9 @@ class LocalEngine:
         own = own_settings(self.target.generation_config)
         return {"target": model_fingerprint(self.target), "generation_config": own}
 
-    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of the `tasks` as they end; `is_proven` is for servers. Raises `ValueError` if what
-        the target computes is not finite.
+        Yields the numbers and rows of the `tasks` as they end; raises `ValueError` for numbers that are not finite.
         """
         left, running, waiting = iter(tasks), dict[int, Task](), list[_Row]()
         batch, answered = _Batch([], self.target, self._is_open), list[_Row]()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,6 @@ from .server import ServerEngine
 
 
 Engine = LocalEngine | ServerEngine
-_ROWS_AT_A_SERVER = 10_000  # are read at once: all requests are prepared before the first is answered
 
 
 def processes() -> PartialState:
@@ -81,25 +79,18 @@ class RowFile:
         Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
         first one puts them together; behind a server, it writes alone.
         """
-        there, state, num_tokens, begin_time = self.lines(), self.state, 0, time.perf_counter()
+        there, state = self.lines(), self.state
         left = [number for number in numbers if number not in there]
         if engine.batch_size is not None:
-            share = [left[state.process_index :: state.num_processes]]
-        else:
-            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
-            share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
-        is_proven, hidden = any("skipped" not in row for row in self.rows()), not state.is_main_process
-        with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
-            for part in share:
-                for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
-                    append_rows(self.part, [row | {"row": number}])
-                    is_proven = is_proven or "skipped" not in row
-                    num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
-                    if num_tokens:
-                        progress.set_postfix_str(
-                            f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s", refresh=False
-                        )
-                    progress.update()
+            left = left[state.process_index :: state.num_processes]
+        elif not state.is_main_process:
+            left = []
+        with progress_bar(
+            desc=description, total=len(left), unit="row", disable=not state.is_main_process
+        ) as progress:
+            for number, row in engine.run((number, begin(number)) for number in left):
+                append_rows(self.part, [row | {"row": number}])
+                progress.update()
         self.collect()
 
     def collect(self) -> None:
