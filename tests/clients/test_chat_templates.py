@@ -120,15 +120,12 @@ def test_calls_of_tools_are_rendered(name: str) -> None:
 def test_the_targets_own_answer_is_history_for_its_next_turn(name: str) -> None:
     """With its marks of reasoning, or without them where a template refuses these."""
     tokenizer = load(name)
-    renderer = Renderer(tokenizer)
     said = "<think>\nwhat is asked?\n</think>\n\nimport os"
     if name == "gptoss":
         said = (
             "<|channel|>analysis<|message|>what is asked?<|end|><|start|>assistant<|channel|>final<|message|>import os"
         )
-        assert renderer.after_marks(said) == "import os"
-        said = "import os"
-    text = tokenizer.decode(renderer.prompt([ASK, say(said), MORE], {}))
+    text = tokenizer.decode(Renderer(tokenizer).prompt([ASK, say(said), MORE], {}))
     assert "import os" in text
     if name in ("qwen3", "qwen3_5_think", "deepseekv3", "deepseek_r1_distill", "glm4moe", "nemotron_3_nano"):
         assert "what is asked?" not in text

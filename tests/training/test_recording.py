@@ -32,7 +32,6 @@ from transformers_gumiho.training import (
     GumihoTrainer,
     GumihoTrainingArguments,
     feature_cache,
-    recorded_call,
     recording,
     write_feature_cache,
 )
@@ -150,7 +149,7 @@ def test_a_program_that_changes_its_directory_goes_on_in_the_named_folder(
 
 
 def test_of_long_texts_the_written_parts_are_kept(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_call, "_MAX_ROW", 10)
+    monkeypatch.setattr(recording, "_MAX_ROW", 10)
     with record(pair[0], tmp_path, TOKENIZER):
         text = generate(*pair, 40)
     rows = [row["input_ids"].tolist() for row in FeatureDataset(tmp_path)]

@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
@@ -15,7 +15,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..commands import UserValueError, as_user_errors
+from ..generation.observers import GenerationObserver
 from ..generation.verification.target_memory import memory_of
+from ..generation.verification.target_states import TargetStates
 from ..internals import version_of
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
@@ -23,13 +25,15 @@ from ..model.wrappers import as_target
 from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
 from .data.manifest import Manifest
 from .data.run_files import sole_writer
+from .data.target_runs import why_not_finite
 from .feature_cache import CacheWriter, delete_unfit, layer_fields, layers_in, rows_of, shards_of, write_target
-from .recorded_call import DTYPE, RecordedCall
 
 
 logger = logging.get_logger(__name__)
 
 _ROWS_PER_SHARD = 16
+_DTYPE = torch.bfloat16  # in which `gumiho train` keeps states, too
+_MAX_ROW = 2048  # tokens; of a longer text, the parts that the target wrote are kept
 _CHANGED = "the target's weights or adapters have changed. Record into another folder"
 
 
@@ -157,7 +161,7 @@ class Recorder:
         """Writes the rest, and ends the recording."""
         with self._lock:
             if self.is_running and os.getpid() == self._process:
-                with self._giving_up():
+                with self.giving_up():
                     self._write_calls()
                 self._end()
 
@@ -185,12 +189,12 @@ class Recorder:
             self._shards.append((path, path.stat().st_size, sum(length for _, length in rows)))
             self._num_rows = rows[-1][0] + 1
 
-    def _observe(self, drafter: GumihoModel) -> RecordedCall | None:
+    def _observe(self, drafter: GumihoModel) -> "RecordedCall | None":
         """Returns the observer of a call that begins, unless it is not to be recorded."""
         target = self._target()
         if target is None or (self._share < 1 and SystemRandom().random() >= self._share):
             return None
-        with self._lock, self._giving_up():
+        with self._lock, self.giving_up():
             if not self.is_running:
                 return None
             if os.getpid() != self._process:
@@ -208,7 +212,7 @@ class Recorder:
     def _fit_layers(self, layers: TargetLayers | None) -> None:
         """Raises `ValueError` where the cache is of other layers than these, which a drafter reads."""
         if "dtype" not in self._made_from:  # the first call of the recording
-            self._made_from |= {"dtype": str(DTYPE).removeprefix("torch."), **layer_fields(layers)}
+            self._made_from |= {"dtype": str(_DTYPE).removeprefix("torch."), **layer_fields(layers)}
             self._manifest.write(self._made_from)
         if layers != (before := layers_in(self._made_from)):
             raise UserValueError(
@@ -220,9 +224,9 @@ class Recorder:
         target = self._target()
         return target is None or model_fingerprint(target) == self._made_from["model"]
 
-    def _add(self, call: RecordedCall) -> None:
+    def add(self, call: "RecordedCall") -> None:
         """Takes a call that has ended, and writes rows once they fill a shard."""
-        with self._lock, self._giving_up():
+        with self._lock, self.giving_up():
             if self.is_running:
                 self._calls.append(call)
                 if sum(call.num_rows for call in self._calls) >= _ROWS_PER_SHARD:
@@ -250,7 +254,7 @@ class Recorder:
             oldest.unlink()
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
+    def giving_up(self) -> Iterator[None]:
         """Ends a recording that fails within the block, whose error ends there."""
         try:
             yield
@@ -275,6 +279,87 @@ class Recorder:
             if self._observe in observers:
                 observers.remove(self._observe)
         self._writing.close()
+
+
+class RecordedCall(GenerationObserver):
+    """
+    A call of `generate()`, whose states are on their way to the host. Of the layers beside the last one, `num_layers`
+    are kept, `None` for a drafter that reads the last one; tokens from `vocab_size` on mark images of a prompt. An
+    error ends the recording instead of the call.
+    """
+
+    def __init__(self, recorder: "Recorder", num_layers: int | None, vocab_size: int):
+        self._recorder, self._num_layers, self._vocab_size = recorder, num_layers, vocab_size
+        self._states: list[tuple[dict[str, torch.Tensor], Sequence[int]]] = []  # of the prompt and of each cycle
+        self._new_tokens: list[list[int]] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Texts of the batch."""
+        return len(self._new_tokens)
+
+    def on_prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
+        """Keeps the prompt from where its states begin, or the end of it where it is long."""
+        with self._recorder.giving_up():
+            self._devices = {input_ids.device, states.last.device} - {torch.device("cpu")}
+            num_known = min(states.last.shape[1], input_ids.shape[1], _MAX_ROW)
+            self._prompt = _to_host(input_ids[:, input_ids.shape[1] - num_known :])
+            self._mask = None if mask is None else _to_host(mask[:, mask.shape[1] - num_known :])
+            self._keep(states.newest(num_known), [num_known] * len(input_ids))
+
+    def on_states(self, states: TargetStates, counts: Sequence[int]) -> None:
+        """Keeps the states of a cycle."""
+        with self._recorder.giving_up():
+            self._keep(states, counts)
+
+    def on_generation_end(self, new_tokens: list[list[int]]) -> None:
+        """Hands the call to the recorder."""
+        with self._recorder.giving_up():
+            if self._states:
+                self._new_tokens = new_tokens
+                self._recorder.add(self)
+
+    def _keep(self, states: TargetStates, counts: Sequence[int]) -> None:
+        kept = {"hidden_states": states.last}
+        if self._num_layers is not None:
+            kept["layer_states"] = states.target_states[..., : self._num_layers * states.last.shape[-1]]
+        self._states.append(({name: _to_host(tensor.to(_DTYPE)) for name, tensor in kept.items()}, counts))
+
+    def read_rows(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the rows of a feature cache: of each text, those parts in which the target wrote something."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        (of_prompt, _), *cycles = self._states
+        for number, new in enumerate(self._new_tokens):
+            is_text = torch.ones_like(self._prompt[number]) if self._mask is None else self._mask[number]
+            prompt = self._prompt[number][is_text.bool()]
+            states = {
+                name: torch.cat([
+                    of_prompt[name][number][is_text.bool()],
+                    *(of_cycle[name][number, : counts[number]] for of_cycle, counts in cycles),
+                ])
+                for name in of_prompt
+            }  # fmt: skip
+            length = len(states["hidden_states"])  # the text's last token has no state
+            ids = torch.tensor([*prompt.tolist(), *new][:length], dtype=torch.int32, device="cpu")
+            ids = ids.clamp(max=self._vocab_size - 1)
+            if not all(torch.isfinite(of_name).all() for of_name in states.values()):
+                raise UserValueError(why_not_finite(_DTYPE))
+            loss_mask = torch.zeros_like(ids)
+            loss_mask[len(prompt) :] = 1
+            # From the end, so that what the target wrote has as much as possible before it.
+            for stop in range(length, 0, -_MAX_ROW):
+                part = slice(max(stop - _MAX_ROW, 0), stop)
+                loss_mask[stop - 1] = 0  # no token of the row follows
+                if loss_mask[part].any():
+                    yield {"input_ids": ids[part], "loss_mask": loss_mask[part]} | {
+                        name: of_name[part] for name, of_name in states.items()
+                    }
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy, which is only queued where it comes from a device."""
+    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def _versions(target: PreTrainedModel) -> list[Any]:
