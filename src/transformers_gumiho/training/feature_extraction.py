@@ -195,7 +195,12 @@ def _send_to_host(
             copied.synchronize()
         for name, kept in on_host.items():
             if not torch.isfinite(kept).all():
-                _refuse(on_device[name], kept.dtype)
+                if not torch.isfinite(on_device[name]).all():
+                    raise UserValueError(why_not_finite(on_device[name].dtype))
+                wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
+                raise UserValueError(
+                    f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`)."
+                )
         columns = of_tokens | on_host
         return {
             number: {name: tensor[place, :length] for name, tensor in columns.items()}
@@ -203,14 +208,6 @@ def _send_to_host(
         }
 
     return arrive
-
-
-def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises `ValueError` for states that are not finite in this dtype."""
-    if not torch.isfinite(states).all():
-        raise UserValueError(why_not_finite(states.dtype))
-    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
 
 
 def _check_space(folder: Path, needed: int) -> None:

@@ -20,7 +20,6 @@ from ..generation.verification.target_memory import memory_of
 from ..generation.verification.target_states import TargetStates
 from ..internals import version_of
 from ..model.modeling_gumiho import GumihoModel
-from ..model.target_shape import TargetLayers
 from ..model.wrappers import as_target
 from .data.fingerprint import adapters_of, model_fingerprint, tokenizer_fingerprints
 from .data.manifest import Manifest
@@ -204,21 +203,17 @@ class Recorder:
                     raise UserValueError(_CHANGED)
                 self._seen = versions
             layers = drafter.config.layers_read(target.config)
-            self._fit_layers(layers)
+            if "dtype" not in self._made_from:  # the first call of the recording
+                self._made_from |= {"dtype": str(_DTYPE).removeprefix("torch."), **layer_fields(layers)}
+                self._manifest.write(self._made_from)
+            if layers != (before := layers_in(self._made_from)):
+                raise UserValueError(
+                    f"the drafter reads other layers of the target (`target_layer_ids`) than the folder holds: "
+                    f"{layer_fields(layers)}, not {layer_fields(before)}. Record into another folder"
+                )
             num_layers = None if layers is None else len(layers.besides_last_states(target.config))
             return RecordedCall(num_layers, drafter.config.get_text_config().vocab_size, self._add, self._giving_up)
         return None
-
-    def _fit_layers(self, layers: TargetLayers | None) -> None:
-        """Raises `ValueError` where the cache is of other layers than these, which a drafter reads."""
-        if "dtype" not in self._made_from:  # the first call of the recording
-            self._made_from |= {"dtype": str(_DTYPE).removeprefix("torch."), **layer_fields(layers)}
-            self._manifest.write(self._made_from)
-        if layers != (before := layers_in(self._made_from)):
-            raise UserValueError(
-                f"the drafter reads other layers of the target (`target_layer_ids`) than the folder holds: "
-                f"{layer_fields(layers)}, not {layer_fields(before)}. Record into another folder"
-            )
 
     def _has_its_weights(self) -> bool:
         target = self._target()

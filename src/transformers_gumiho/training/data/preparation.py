@@ -125,7 +125,11 @@ def prepare_dataset(
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
     rows = rows.select_columns(list(_ROWS))
     if packing:
-        rows = _packed(rows, max_length)
+        settings = {"max_length": max_length, "format_version": _FORMAT}
+        rows = rows.map(
+            _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
+            desc="packing",
+        )  # fmt: skip
         report.num_rows = len(rows)
     return rows, report
 
@@ -354,15 +358,6 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
                 num_dropped = 0
             elif not start:  # or else it is the end of a long text, too short to learn from
                 yield {"problem": "no token to learn within the maximum length"}
-
-
-def _packed(rows: Dataset, max_length: int) -> Dataset:
-    """Returns rows of several texts, each with positions of its own."""
-    settings = {"max_length": max_length, "format_version": _FORMAT}
-    return rows.map(
-        _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
-        desc="packing",
-    )  # fmt: skip
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:

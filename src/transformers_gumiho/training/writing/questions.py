@@ -101,7 +101,14 @@ def synthesize_dataset(
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
             rows = list(file.rows())
-            useful = _mark_duplicates(rows[:num_written])
+            seen: dict[str, str] = {}
+            for row in rows[:num_written]:
+                key = normalized(row["prompt"])
+                if "dropped" not in row and key in seen:
+                    row["dropped"] = "a duplicate"
+                elif "dropped" not in row:
+                    seen[key] = row["prompt"]
+            useful = list(seen.values())
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:
                 raise UserValueError(
@@ -110,18 +117,6 @@ def synthesize_dataset(
                 )
         file.finish(rows, f"{num_prompts} prompts. Dropped: {dropped}.")
     return Dataset.from_list([{"messages": [{"role": "user", "content": text}]} for text in useful[:num_prompts]])
-
-
-def _mark_duplicates(rows: list[dict[str, Any]]) -> list[str]:
-    """Drops questions that others asked before; returns those that are left."""
-    useful: dict[str, str] = {}
-    for row in rows:
-        key = normalized(row["prompt"])
-        if "dropped" not in row and key in useful:
-            row["dropped"] = "a duplicate"
-        elif "dropped" not in row:
-            useful[key] = row["prompt"]
-    return list(useful.values())
 
 
 def _ask(

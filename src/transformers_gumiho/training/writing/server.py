@@ -174,7 +174,7 @@ class ServerEngine:
             ids = self._renderer.encode(text)
             if self._renderer.decode(ids) != text:
                 raise MalformedRowError("the server's text does not encode back to its tokens")
-        return ids + [self._renderer.end_of_answer] * is_ended, is_ended
+        return ids + [self._renderer.after_answer[0]] * is_ended, is_ended
 
     def _text_after(self, prompt: str, request: Request) -> tuple[str, bool]:
         settings: dict[str, Any] = {"stop": [request.stop]} if request.stop else {}
