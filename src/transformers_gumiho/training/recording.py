@@ -212,7 +212,7 @@ class Recorder:
                     f"{layer_fields(layers)}, not {layer_fields(before)}. Record into another folder"
                 )
             num_layers = None if layers is None else len(layers.besides_last_states(target.config))
-            return RecordedCall(num_layers, drafter.config.get_text_config().vocab_size, self._add, self._giving_up)
+            return RecordedCall(self, num_layers, drafter.config.get_text_config().vocab_size)
         return None
 
     def _has_its_weights(self) -> bool:

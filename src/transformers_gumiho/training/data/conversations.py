@@ -99,6 +99,8 @@ def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
         found = {"tools": [{"type": "function", "function": function} for function in functions]} | found
     extras |= {name: objects for name, objects in found.items() if objects}  # an empty list is none
     generations = [(each["prompt_ids"], each["answer_ids"]) for each in row.get("generations", [])]
+    if not all(0 <= token < 2**31 for pair in generations for ids in pair for token in ids):
+        raise MalformedRowError("its `generations` hold numbers that are no tokens")
     ended = row.get("ended", True)
     example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)
     if not example.turns:

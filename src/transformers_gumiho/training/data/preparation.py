@@ -342,7 +342,7 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
     """Yields the texts of a row, each cut at the maximum length, or into windows of it."""
     example = read_row(row, bool(renderer.tokenizer.chat_template))
     texts = renderer.texts(example)
-    if not all(0 <= token < vocab_size for ids, _ in texts for token in ids):
+    if any(token >= vocab_size for ids, _ in texts for token in ids):
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
     num_dropped = int(example.drops_answer)
     for ids, learned in texts:

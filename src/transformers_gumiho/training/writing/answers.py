@@ -41,11 +41,6 @@ class WritingSettings:
     seed: int = 0
     num_prompt_tokens: int = 64
 
-    def __post_init__(self) -> None:
-        for name in ("max_length", "max_new_tokens", "num_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise UserValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-
 
 def regenerate_dataset(
     dataset: Dataset,

@@ -48,7 +48,7 @@ class ServerEngine:
         max_retries: Times that a request is sent again if a server is busy or does not answer, after growing waits.
 
     Raises:
-        ValueError: An address is none, or the concurrency is below 1.
+        ValueError: An address is none.
     """
 
     batch_size = None
@@ -69,8 +69,6 @@ class ServerEngine:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
-        if concurrency < 1:
-            raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
         self._renderer, self._num_tokens, self._lock = Renderer(tokenizer), len(tokenizer), threading.Lock()
         # Never with the user's token for the Hub, or for OpenAI.
