@@ -292,7 +292,7 @@ def test_large_weights_are_converted_in_parts(dtype: torch.dtype, monkeypatch: p
         expected = target.float()(tokens).logits
         target.to(dtype)
         monkeypatch.setattr(precision, "MAX_CONVERTED", 500)
-        with Sizes(), precision.computing_precisely(torch.device("cpu")):
+        with Sizes(), precision.computing_precisely():
             found = target(tokens).logits
     assert max(sizes) <= 700 < target.lm_head.weight.numel()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -361,7 +361,7 @@ def test_what_chains_do_not_allow() -> None:
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, cache_implementation="static")
     cache = DynamicCache(config=target.config)
     cache.offloading = True  # as an argument, it needs a device for its stream
-    with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache`.*and offloading"):
+    with pytest.raises(ValueError, match=r"needs an ordinary `DynamicCache` on the target's device"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, **{CACHE_NAME: cache})
 
     class WindowedStates(DynamicLayer):
@@ -369,7 +369,7 @@ def test_what_chains_do_not_allow() -> None:
 
     cache = DynamicCache(config=target.config)
     cache.layers[1] = WindowedStates()
-    with pytest.raises(ValueError, match="keeps WindowedStates in its cache"):
+    with pytest.raises(ValueError, match=r"drafts can be removed, .*WindowedStates"):
         target.generate(**make_prompts([5]), max_new_tokens=4, assistant_model=drafter, **{CACHE_NAME: cache})
 
 

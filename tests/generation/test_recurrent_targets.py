@@ -235,7 +235,7 @@ def test_a_returned_cache_records_its_past_as_plain_decodings_does() -> None:
             target(text[:, :6], **{CACHE_NAME: cache})
         cache.crop(-4)
         if assistant:
-            with pytest.raises(ValueError, match=r"that record their past \(`activate_past_recording`\)"):
+            with pytest.raises(ValueError, match=r"states that record their past \(`activate_past_recording`\)"):
                 target.generate(text[:, -1:].repeat(1, 20), **{CACHE_NAME: cache}, **assistant, max_new_tokens=4)
         with torch.no_grad():
             logits = target(text[:, :1], **{CACHE_NAME: cache}).logits

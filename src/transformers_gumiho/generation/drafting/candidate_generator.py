@@ -146,7 +146,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             assistant_model,
             lm_head=head,
             settings=settings,
-            cache=TreeCache(num_rows, num_tokens + session.prompt.num_reserved + num_new, memory),
+            cache=TreeCache(num_rows, num_tokens + session.num_reserved + num_new, memory),
             shapes=session.shapes,
             token_ids=token_ids,
             head_module=head_module,

@@ -82,8 +82,8 @@ def masked_attention(
     target: PreTrainedModel, implementation: str, kinds: Collection[type]
 ) -> Callable[[], AbstractContextManager[None]]:
     """
-    Returns a function that makes a context for each pass of `target` over a tree, in which layers of these `kinds` use
-    the tree's mask, though the `implementation` takes none.
+    Returns what makes a context for a pass of `target` over a tree, in which layers of these `kinds` use the tree's
+    mask, though the `implementation` takes none.
     """
     _install(implementation, _kernel_that_takes_masks)
     eager = {kind: eager_attention(kind) for kind in kinds}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..tree.draft_tree import DraftTree
@@ -18,9 +19,8 @@ from .rollback import StateSnapshot, crop_to, is_croppable, layers_of, num_entri
 from .session import TargetOutput, TargetSession, text_positions
 
 
-# Pending tokens make passes longer, which costs little while reading the weights takes longest. With more than this
-# number of pending tokens per draft of a chain, one pass without drafts commits them. A cycle with a rejection commits
-# no more tokens than it has drafts, so at least this many cycles come between two such passes.
+# With more pending tokens than this per draft of a chain, one pass without drafts commits them. A cycle with a
+# rejection commits no more tokens than it has drafts, so at least this many cycles come between two such passes.
 PENDING_PER_DRAFT = 10
 
 
@@ -29,16 +29,13 @@ class ChainCache:
     The caller's cache, as the target's own causal passes write it, with `length` entries of each of `batch_size` rows.
     All rows advance by the same number of tokens.
 
-    Keys and values are cropped to the accepted tokens. Where a layer holds a state, a rejection restores what the
-    cache held before the pass. The accepted tokens are then pending: the next pass runs them again before its nodes.
-    `is_cropped` says whether no layer holds one. Between passes `target_cache` lacks pending tokens, and may hold
-    rejected ones.
+    Keys and values are cropped to the accepted tokens. Where a layer holds a state, `is_cropped` is false: a rejection
+    restores what the cache held before the pass. The accepted tokens are then pending: the next pass runs them again
+    before its nodes. Between passes `target_cache` lacks pending tokens, and may hold rejected ones.
     """
 
     def __init__(self, cache: Any, length: int, batch_size: int):
-        self.target_cache = cache
-        self._length = length
-        self._batch_size = batch_size
+        self.target_cache, self._length, self._batch_size = cache, length, batch_size
         self.is_cropped = all(map(is_croppable, layers_of(cache)))
         self._snapshots: list[StateSnapshot] = []
         self._starts: list[int] = []  # entries of each layer before the newest pass
@@ -47,13 +44,11 @@ class ChainCache:
         self._num_accepted = 0  # of these
         self._has_run = False  # whether the newest pass has run in all layers
         # Sliding layers that keep their past until they are cropped after a pass. Others do so for the caller.
-        self._recording: list[DynamicSlidingWindowLayer] = []
-        for layer in layers_of(cache) if self.is_cropped else []:
-            if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
-                layer.record_past = True
-                self._recording.append(layer)
+        sliding = [layer for layer in layers_of(cache) if isinstance(layer, DynamicSlidingWindowLayer)]
+        self._recording = [layer for layer in sliding if self.is_cropped and not layer.record_past]
+        for layer in self._recording:
+            layer.record_past = True
 
-    states = None  # of branches, which it cannot hold
     min_length = 0
 
     @property
@@ -70,21 +65,17 @@ class ChainCache:
     def begin_pass(self, nodes: torch.Tensor) -> torch.Tensor:
         """Prepares a pass over `nodes` `(B, n)`. Returns the tokens to run: pending ones, then the nodes."""
         self._settle()
+        layers = layers_of(self.target_cache)
         if not self.is_cropped and not self._snapshots:
-            self._snapshots = list(map(StateSnapshot, layers_of(self.target_cache)))
-        self._starts = [num_entries(layer) for layer in layers_of(self.target_cache)]
-        self._num_accepted = 0 if self._pending is None else self._pending.shape[1]
-        self._has_run = False
+            self._snapshots = list(map(StateSnapshot, layers))
+        self._starts = list(map(num_entries, layers))
         self._tokens = nodes if self._pending is None else torch.cat((self._pending, nodes), dim=1)
+        self._num_accepted, self._has_run = self._tokens.shape[1] - nodes.shape[1], False
         return self._tokens
 
-    def end_pass(self) -> None:
-        """Notes that the newest pass has run in all layers. An interrupted one is undone in all of them."""
-        self._has_run = True
-
     def keep(self, num_accepted: int) -> None:
-        """Keeps the first nodes of the newest pass, from the root on."""
-        self.end_pass()
+        """Keeps the first nodes of the newest pass, which has run in all layers. An interrupted one is undone."""
+        self._has_run = True
         self._num_accepted += num_accepted
         self._length += num_accepted
 
@@ -97,7 +88,6 @@ class ChainCache:
     def restore(self, cache: Any) -> None:
         """Leaves the committed entries that are not pending in the caller's cache. Ends the use of this one."""
         self._settle()
-        self._snapshots, self._pending = [], None
         for layer in self._recording:
             layer.record_past = False
         for layer in layers_of(self.target_cache):
@@ -126,7 +116,6 @@ class ChainSession(TargetSession):
     """A target that verifies chains: trees whose nodes are one path, in order. All rows advance together."""
 
     cache: ChainCache
-    _max_drafts: int = field(default=0, init=False)
     _padded: Sequence[bool] = field(default=(), init=False)
 
     def tokens_computed(self, num_drafts: int) -> float:
@@ -137,10 +126,9 @@ class ChainSession(TargetSession):
 
     def run_tree(self, tree: DraftTree, has_ended: Sequence[bool] = ()) -> TargetOutput:
         """Runs all nodes of a chain, root included, after the accepted tokens that the cache does not hold yet."""
-        num_drafts = tree.tokens.shape[1] - 1
-        self._max_drafts = max(self._max_drafts, num_drafts)
         # A pass without drafts needs no rollback.
-        if num_drafts and self.cache.num_pending > PENDING_PER_DRAFT * self._max_drafts:
+        has_drafts = tree.tokens.shape[1] > 1
+        if has_drafts and self.cache.num_pending > PENDING_PER_DRAFT * (self.max_path - 1):
             self._catch_up(tree.tokens)
         return self._run(self._with_padding(tree.tokens.to(self.device), has_ended))
 
@@ -150,11 +138,10 @@ class ChainSession(TargetSession):
 
     def finish(self, num_tokens: Sequence[int], new_tokens: torch.Tensor, tree: DraftTree) -> None:
         """Leaves in the caller's cache the longest row's new tokens that plain decoding runs, for each row."""
-        if not self.prompt.keeps_cache:
-            return
-        num_removed = self.cache.lengths[0] - self.prompt.length - max(num_tokens)
-        self.cache.truncate([num_removed] * len(num_tokens))
-        self._catch_up(tree.tokens)
+        if self.prompt.keeps_cache:
+            num_removed = self.cache.lengths[0] - self.prompt.length - max(num_tokens)
+            self.cache.truncate([num_removed])
+            self._catch_up(tree.tokens)
 
     def _with_padding(self, tokens: torch.Tensor, has_ended: Sequence[bool]) -> torch.Tensor:
         """Puts in rows that have ended what plain decoding runs there: their last token once, then padding."""
@@ -169,7 +156,7 @@ class ChainSession(TargetSession):
         """Runs pending tokens alone, which commits them."""
         if self.cache.num_pending:
             self._run(tokens[:, :0].to(self.device))
-            self.cache.end_pass()
+            self.cache.keep(0)
 
     def _run(self, nodes: torch.Tensor) -> TargetOutput:
         start = self.cache.lengths[0] - self.prompt.length
@@ -177,33 +164,28 @@ class ChainSession(TargetSession):
         num_tokens, num_nodes = tokens.shape[1], nodes.shape[1]
         offsets = torch.arange(start + num_nodes - num_tokens, start + num_nodes, device=self.device)
         position_ids = self._positions(offsets.expand(len(tokens), -1))
-        inputs = self._image_mask(start + num_nodes)
-        if self.model_kwargs.get("position_ids") is not None:
-            inputs["position_ids"] = position_ids
+        takes_positions = self.model_kwargs.get("position_ids") is not None
+        inputs = {"position_ids": position_ids} if takes_positions else {}
+        if (column := self.model_kwargs.get("cross_attention_mask")) is not None:
+            # New tokens see the parts of an image that the prompt's last one sees. Releases before 5.24 read the rows
+            # of a pass by their place in the text.
+            length = self.prompt.length + start + num_nodes
+            inputs["cross_attention_mask"] = column.expand(-1, length, -1, -1)
         mask = self._attention_mask(start + num_nodes)
         outputs, captured = self._run_target(tokens, self.cache.target_cache, mask, max(num_nodes, 1), **inputs)
         hidden_states = outputs.hidden_states
         return TargetOutput(
-            logits=outputs.logits[:, outputs.logits.shape[1] - num_nodes :],
-            states=self.reader.collect(captured).newest(num_nodes),
-            position_ids=text_positions(position_ids)[:, num_tokens - num_nodes :],
-            hidden_states=hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),
+            outputs.logits[:, outputs.logits.shape[1] - num_nodes :],
+            self.reader.collect(captured).newest(num_nodes),
+            text_positions(position_ids)[:, num_tokens - num_nodes :],
+            hidden_states and tuple(states[:, num_tokens - num_nodes :] for states in hidden_states),
         )
-
-    def _image_mask(self, num_new: int) -> dict[str, torch.Tensor]:
-        """Returns which parts of an image each token of the text sees: new ones see those of the prompt's last."""
-        column = self.model_kwargs.get("cross_attention_mask")
-        if column is None:
-            return {}
-        # Releases before 5.24 read the rows of a pass by their place in the text.
-        return {"cross_attention_mask": column.expand(-1, self.prompt.length + num_new, -1, -1)}
 
     def _attention_mask(self, num_new: int) -> torch.Tensor | None:
         """Returns the mask as plain decoding extends it by `num_new` tokens, `None` where the caller's has none."""
         if self.model_kwargs.get("attention_mask") is None:
             return None
-        size = len(self.cache.lengths), self.prompt.length + num_new
-        mask = torch.ones(size, dtype=torch.long, device=self.device)
-        if self.prompt.mask is not None:
-            mask[:, : self.prompt.length] = self.prompt.mask
-        return mask
+        length, mask = self.prompt.length, self.prompt.mask
+        if mask is None:
+            mask = torch.ones(len(self.cache.lengths), length, dtype=torch.bool, device=self.device)
+        return pad(mask.long(), (0, num_new), value=1)

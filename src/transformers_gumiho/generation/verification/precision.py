@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.functional import conv1d, conv2d, scaled_dot_product_attention
+from torch.nn.functional import conv1d, conv2d, linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ...internals import TorchDispatchMode, is_in_place, map_tree
@@ -21,22 +21,22 @@ MAX_CONVERTED = 1 << 26
 
 _aten = torch.ops.aten
 # They hand on a part of a weight, or another view of it. It is converted where it is multiplied.
-_VIEWS = {_aten.t, _aten.transpose, _aten.permute, _aten.view, _aten.select, _aten.slice, _aten.detach, _aten.alias}
+_VIEWS = {
+    _aten.t, _aten.transpose, _aten.permute, _aten.view, _aten.select, _aten.slice, _aten.split, _aten.detach,
+    _aten.alias,
+}  # fmt: skip
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.linear, _aten.bmm, _aten.baddbmm, _aten.matmul}
-# Products with a weight: its place among the arguments, that of a bias if there are three, and the weight's dimension
-# of outputs.
-_LINEAR_LAYERS = {_aten.mm: (1, 0, 1), _aten.addmm: (2, 0, 1), _aten.linear: (1, 2, 0)}
+_CONVOLUTIONS = (conv1d, conv2d)
 
 
 @contextmanager
-def computing_precisely(device: torch.device) -> Iterator[None]:
+def computing_precisely() -> Iterator[None]:
     """
     Within the block, every PyTorch operation on 16-bit floats computes and returns float32, with products that are not
     rounded. Weights are converted one at a time, and large ones in parts. In-place results keep their dtype. Kernels
     outside PyTorch are not affected.
     """
-    dtype = torch.float64 if rounds_products(device) else torch.float32
-    with _WideOperations(dtype), _WideFunctions(dtype):
+    with _WideOperations(), _WideFunctions():
         yield
 
 
@@ -53,10 +53,6 @@ def rounds_products(device: torch.device) -> bool:
 
 
 class _WideOperations(TorchDispatchMode):
-    def __init__(self, dtype_of_products: torch.dtype):
-        super().__init__()
-        self.dtype_of_products = dtype_of_products
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation, kwargs = func.overloadpacket, kwargs or {}
         if operation in _VIEWS:
@@ -64,9 +60,7 @@ class _WideOperations(TorchDispatchMode):
         if operation is _aten.embedding:
             return _widen(func(*args, **kwargs))  # the rows that are read, and not all of them
         if operation in _PRODUCTS:
-            parts = _parts_of_product(operation, args)
-            products = [_compute(func, part, kwargs, self.dtype_of_products) for part in parts]
-            return products[0] if len(parts) == 1 else torch.cat(products, dim=-1)
+            return _compute(func, args, kwargs)
         kept = 1 if is_in_place(func) else 0  # an operation in place writes into its first argument
         return func(*args[:kept], *map_tree(_widen, args[kept:]), **map_tree(_widen, kwargs))
 
@@ -74,42 +68,28 @@ class _WideOperations(TorchDispatchMode):
 class _WideFunctions(TorchFunctionMode):
     """Functions that compare the dtypes of their arguments, or choose a kernel by them, before the operations."""
 
-    def __init__(self, dtype_of_products: torch.dtype):
-        super().__init__()
-        self.dtype_of_products = dtype_of_products
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (conv1d, conv2d):
-            # By default, PyTorch may round convolutions on GPUs, and nothing else.
-            return _compute(func, args, kwargs, torch.float64 if args[0].is_cuda else self.dtype_of_products)
-        if func is scaled_dot_product_attention:
-            return _compute(func, args, kwargs, self.dtype_of_products)
-        return func(*args, **kwargs)
+        if func is linear and len(args) > 1 and args[1].numel() > MAX_CONVERTED:
+            return _compute_in_parts(*args, **kwargs)
+        wide = (*_CONVOLUTIONS, scaled_dot_product_attention)
+        return _compute(func, args, kwargs) if func in wide else func(*args, **kwargs)
 
 
-def _parts_of_product(operation: Any, args: Any) -> list[Any]:
-    """Returns the arguments of the products with parts of a large weight, whose results stand side by side."""
-    if operation not in _LINEAR_LAYERS:
-        return [args]
-    place, place_of_bias, dim = _LINEAR_LAYERS[operation]
-    weight = args[place]
-    if weight.ndim != 2 or weight.numel() <= MAX_CONVERTED:
-        return [args]
-    num_outputs, size = weight.shape[dim], max(MAX_CONVERTED // weight.shape[1 - dim], 1)
-    bias = args[place_of_bias] if len(args) > 2 else None
-    parts = []
-    for start in range(0, num_outputs, size):
-        length, part = min(size, num_outputs - start), list(args)
-        part[place] = weight.narrow(dim, start, length)
-        if bias is not None:
-            part[place_of_bias] = bias.expand(*bias.shape[:-1], num_outputs).narrow(-1, start, length)
-        parts.append(part)
-    return parts
+def _compute_in_parts(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes a linear layer with some rows of its large weight at a time."""
+    size = max(MAX_CONVERTED // weight.shape[1], 1)
+    weights = weight.split(size)
+    biases = [None] * len(weights) if bias is None else bias.split(size)
+    return torch.cat([linear(states, *part) for part in zip(weights, biases, strict=True)], dim=-1)
 
 
-def _compute(func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Computes in `dtype`; returns float32, or float64 if an argument had it."""
+def _compute(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Computes products without rounding. Returns float32, or float64 if an argument had it."""
+    device = args[0].device
+    # By default, PyTorch may round convolutions on GPUs, and nothing else.
+    may_round = rounds_products(device) or (func in _CONVOLUTIONS and device.type == "cuda")
+    dtype = torch.float64 if may_round else torch.float32
 
     def convert(value: Any) -> Any:
         is_narrower = isinstance(value, torch.Tensor) and value.dtype in (*NARROW, torch.float32)

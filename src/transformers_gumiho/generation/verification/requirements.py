@@ -1,23 +1,24 @@
 """Checks of a call before any model runs. Each error names the cause and a fix."""
 
+import functools
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ...internals import attention_implementation, compiled_module, is_pipeline_stage, keeps_dynamic_cache
+from ...internals import attention_implementation, compiled_module, is_pipeline_stage
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
 from .prompt import arguments_per_token, prompt_positions
-from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back
+from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back, is_movable
 from .target_memory import memory_of
 from .target_states import find_layers, num_scored
-from .traits import TargetTraits, Unsupported, drafter_device, is_convertible
+from .traits import TargetTraits, Unsupported, drafter_device
 from .trial import check_multi_token_decode
 
 
@@ -89,24 +90,20 @@ def check_request(
     return traits
 
 
-# For each tokenizer of an assistant the equal ones of targets.
-_same_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, WeakSet[PreTrainedTokenizerBase]] = WeakKeyDictionary()
-
-
 def _check_tokenizers(
     tokenizer: PreTrainedTokenizerBase | None, assistant_tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    # A pipeline passes the same tokenizer twice where the two configs differ in the ids of special tokens alone.
-    if assistant_tokenizer is None or assistant_tokenizer is tokenizer:
-        return
-    known = _same_tokenizers.setdefault(assistant_tokenizer, WeakSet())
-    if tokenizer is not None and tokenizer not in known and tokenizer.get_vocab() == assistant_tokenizer.get_vocab():
-        known.add(tokenizer)
-    if tokenizer not in known:
+    # A pipeline passes two tokenizers where the configs differ in the ids of special tokens alone.
+    if assistant_tokenizer is not None and not _are_alike(tokenizer, assistant_tokenizer):
         raise Unsupported(
             "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
             "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
         )
+
+
+@functools.lru_cache(maxsize=4)  # a pipeline asks in each call, and a vocabulary is large
+def _are_alike(tokenizer: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase) -> bool:
+    return tokenizer is other or (tokenizer is not None and tokenizer.get_vocab() == other.get_vocab())
 
 
 def check_target(target: PreTrainedModel) -> TargetTraits:
@@ -180,14 +177,10 @@ def _why_no_cache(target: PreTrainedModel, traits: TargetTraits) -> str:
             f"{traits.name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
             f"pass it to `generate()` as `assistant_model`."
         )
-    if not keeps_dynamic_cache(target):
-        return (
-            f"{traits.name} keeps a cache or states of its own kind, and drafts are verified against a "
-            f"`DynamicCache`. Use another target, or {_WITHOUT_DRAFTER}"
-        )
     return (
-        f"{traits.name} has no reusable key-value cache (`{traits.cache_argument}`), which speculative decoding "
-        f"needs. Give its `forward` a parameter of that name, or {_WITHOUT_DRAFTER}"
+        f"{traits.name} keeps no `DynamicCache` in its argument `{traits.cache_argument}`, which drafts are verified "
+        f"against: it has none, or a cache or states of its own kind. Give its `forward` such a parameter, or "
+        f"{_WITHOUT_DRAFTER}"
     )
 
 
@@ -207,15 +200,12 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             f"do). {_LOAD_WITH_SDPA}"
         )
     weights = list(drafter.parameters())
-    if any(weight.is_meta for weight in weights) or len({weight.device for weight in weights}) > 1:
+    is_split = any(hasattr(weight, "full_tensor") for weight in weights)  # a `DTensor`
+    if is_split or any(weight.is_meta for weight in weights) or len({weight.device for weight in weights}) > 1:
         raise Unsupported(
-            "The drafter's weights are offloaded, or on several devices, and it runs in every cycle. Load it on one "
-            f"device: `GumihoModel.from_pretrained(name, device_map='{drafter_device(target)}')`."
-        )
-    if any(hasattr(weight, "full_tensor") for weight in weights):  # a `DTensor`
-        raise Unsupported(
-            "The drafter's weights are split over processes (`fully_shard`), and a draft needs whole ones. Call "
-            "`drafter.unshard()` and `unshard()` of its sharded parts first, or leave the drafter whole."
+            "The drafter's weights are offloaded, on several devices, or split over processes (`fully_shard`), and it "
+            f"runs in every cycle. Load it with `device_map='{drafter_device(target)}'`, or call `drafter.unshard()` "
+            f"and `unshard()` of its sharded parts."
         )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     for what, ours, theirs in (
@@ -298,102 +288,86 @@ def check_inputs(
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
         _check_padding(traits, model_kwargs)
     arguments_per_token(target, traits, input_ids, model_kwargs)  # refuses those that are not known
-    _check_positions(traits.name, traits.config, prompt_positions(input_ids, model_kwargs), max_new_tokens)
-    if generation_config.cache_implementation != "static":  # a static cache is replaced by one of ours
-        if cache is not None:
-            _check_cache(traits, cache)
-        _check_text_is_kept(target, traits, cache, input_ids.shape[1], max_new_tokens)
+    if generation_config.cache_implementation == "static":
+        cache = None  # it is replaced by one of ours
+    if cache is not None:
+        _check_cache(traits, cache)
+    start = max(int(prompt_positions(input_ids, model_kwargs).max()) + 1, input_ids.shape[1])
+    _check_length(traits, start, start + max_new_tokens, cache)
     if traits.is_chain:
         check_multi_token_decode(target, traits, mask, len(input_ids))
 
 
 def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
     """Refuses a padded batch of a target that reads padding differently in a pass over several tokens."""
-    # GIT widens a padding mask by the tokens of an image, also in a text that has none.
-    is_git = traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None
     # MiniMax M3 chooses blocks of slots by the positions of tokens, which are not the slots of a padded row: it may
     # choose padding alone.
-    if is_git or BLOCK_INDEX_KIND in traits.windows:
-        reason = "of texts without images" if is_git else "because it chooses blocks as if no row had padding"
+    reason = "because it chooses blocks as if no row had padding" if BLOCK_INDEX_KIND in traits.windows else None
+    # GIT widens a padding mask by the tokens of an image, also in a text that has none.
+    if traits.config.model_type == "git" and model_kwargs.get("pixel_values") is None:
+        reason = "of texts without images"
+    if reason is not None:
         raise Unsupported(
             f"{traits.name} cannot verify drafts in a padded batch {reason}. Generate row by row, or "
             f"{_WITHOUT_DRAFTER}"
         )
 
 
-def _check_positions(name: str, config: PreTrainedConfig, position_ids: torch.Tensor, max_new_tokens: int) -> None:
-    """Refuses a call where the longest position of a pass, which is a tree's, changes what a token sees."""
-    start = int(position_ids.max()) + 1
-    stop = start + max_new_tokens
-    reach = f"and this generation may go from {start} to {stop}. Lower `max_new_tokens`, or {_WITHOUT_DRAFTER}"
+def _check_length(traits: TargetTraits, start: int, stop: int, cache: Any) -> None:
+    """Refuses a text that grows from `start` to `stop` tokens beyond a length where what a token sees changes."""
+    for what, limit, first in _limits(traits.config, start, cache):
+        # Plain decoding does not run the last token.
+        if first <= limit < stop - 1:
+            raise Unsupported(
+                f"{traits.name} {what}, and this generation may go from {start} to {stop}. Lower `max_new_tokens`, "
+                f"pass no cache of an earlier turn, or {_WITHOUT_DRAFTER}"
+            )
+
+
+def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[str, int, int]]:
+    """
+    Yields what changes in a target, as a clause that follows its name, beyond which number of tokens, and how many
+    tokens a text has that may not go beyond it.
+    """
     # Doge keeps the tokens of the best scores. Equal tokens score alike in its first layer: which it keeps is chance.
-    kept = getattr(config, "keep_window_size", None)
-    if kept is not None and stop - 1 > kept:  # plain decoding does not run the last token
-        raise Unsupported(
-            f"{name} attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by "
-            f"chance, {reach}"
-        )
+    if (kept := getattr(config, "keep_window_size", None)) is not None:
+        yield f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance", kept, 0
+    if config.model_type == "phi4_multimodal":
+        limit, num_cached = config.original_max_position_embeddings, 0 if cache is None else cache.get_seq_length()
+        yield f"drops its cache where a text grows beyond {limit} tokens", limit, num_cached or start
     # Some rotary embeddings change with the largest position.
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
     nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
     for rope in nested or [parameters]:
         rope_type = rope.get("rope_type")
-        if rope_type not in ("dynamic", "longrope"):
-            continue
-        limit: int = config.max_position_embeddings
-        if rope_type == "longrope":
-            limit = rope.get("original_max_position_embeddings", limit)
-        if stop > limit and (rope_type == "dynamic" or start <= limit):
-            raise Unsupported(f"{name} has a {rope_type!r} rotary embedding, which changes at {limit} tokens, {reach}")
-
-
-def _check_text_is_kept(
-    target: PreTrainedModel, traits: TargetTraits, cache: Any, length: int, max_new_tokens: int
-) -> None:
-    """Refuses a call where plain decoding continues without the text before, which has `length` tokens so far."""
-    if target.config.model_type != "phi4_multimodal":
-        return
-    limit = target.config.original_max_position_embeddings
-    num_held = 0 if cache is None else cache.get_seq_length()
-    if length <= limit < length + max_new_tokens - 1 or 0 < num_held <= limit < length:
-        raise Unsupported(
-            f"{traits.name} drops its cache where a text grows beyond {limit} tokens "
-            f"(`original_max_position_embeddings`), and reads the newest token alone. This generation may go from "
-            f"{length} to {length + max_new_tokens}. Lower `max_new_tokens`, pass no cache of an earlier turn, or "
-            f"{_WITHOUT_DRAFTER}"
-        )
+        if rope_type == "dynamic":
+            limit = config.max_position_embeddings
+            yield f"has a 'dynamic' rotary embedding, which changes at {limit} tokens", limit, 0
+        elif rope_type == "longrope":
+            limit = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+            yield f"has a 'longrope' rotary embedding, which changes at {limit} tokens", limit, start
 
 
 def _check_cache(traits: TargetTraits, cache: Any) -> None:
     """Refuses a cache of the caller's that drafts cannot be verified against."""
     layers = getattr(cache, "layers", [])
-    is_offloaded = getattr(cache, "offloading", False)
-    is_usable = isinstance(cache, DynamicCache) and not is_offloaded if traits.is_chain else is_convertible(cache)
+    is_usable = isinstance(cache, DynamicCache) and not cache.offloading
+    is_usable = is_usable and all(can_roll_back(layer) if traits.is_chain else is_movable(layer) for layer in layers)
     # What a subclass or a patch does to new entries is unknown.
     update = getattr(cache, "update", None)
-    is_patched = getattr(update, "__func__", update) is not DynamicCache.update
-    is_own = is_usable and (is_patched or any("update" in vars(layer) for layer in layers))
+    is_own = getattr(update, "__func__", update) is not DynamicCache.update
+    is_own = is_own or any("update" in vars(layer) for layer in layers)
     # States are kept at one size, so `crop` would find no more of their past.
     records = any(isinstance(layer, STATE_LAYERS) and getattr(layer, "record_past", False) for layer in layers)
     if is_own or records or not is_usable:
-        faults = {
-            " and offloading": is_offloaded,
-            " and an `update` of its own": is_own,
-            " that record their past (`activate_past_recording`)": records,
-        }
-        what = "".join(fault for fault, is_there in faults.items() if is_there)
         raise Unsupported(
-            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, got "
-            f"{type(cache).__name__} with layers {sorted({type(layer).__name__ for layer in layers})}{what}. Pass "
+            f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, from whose layers drafts "
+            f"can be removed, without an `update` of its own or states that record their past "
+            f"(`activate_past_recording`). It got {type(cache).__name__} with "
+            f"layers {sorted({type(layer).__name__ for layer in layers})}. Pass "
             f"`{traits.cache_argument}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
             f"`cache_implementation='static'` instead of passing a cache."
         )
     if not traits.is_chain:
         traits.check_is_whole(cache)
-        return
-    if unknown := sorted({type(layer).__name__ for layer in layers if not can_roll_back(layer)}):
-        raise Unsupported(
-            f"{traits.name} keeps {', '.join(unknown)} in its cache, for which no rollback of drafts is known. "
-            f"Pass another cache, or {_WITHOUT_DRAFTER}"
-        )

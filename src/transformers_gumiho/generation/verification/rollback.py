@@ -4,32 +4,19 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
 
-# Layers of an ordinary cache whose entries can be taken over. Releases of transformers that know a dummy layer put it
-# where a layer reads the keys and values of another one; earlier ones leave such layers out.
-CONVERTIBLE_LAYERS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
-)
+# Layers of an ordinary cache whose entries can be taken over. A dummy layer, in releases that know it, stands where a
+# layer reads the keys and values of another one.
+CONVERTIBLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 # Layers that hold states, beside keys and values or alone.
 STATE_LAYERS = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    cache_utils.LinearAttentionLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
 )
-# Kinds of layers whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is
-# imported.
+# Kinds whose classes transformers registers when the model that has them (DeepSeek V4, MiniMax M3) is imported.
 COMPRESSED_KINDS = ("compressed_sparse_attention", "heavily_compressed_attention")
 BLOCK_INDEX_KIND = "minimax_m3_sparse"
 # What layers index their keys by, with the dimension of the tokens.
@@ -40,8 +27,7 @@ class StateSnapshot:
     """What a layer of a cache holds before a pass, as far as cropping does not bring it back."""
 
     def __init__(self, layer: Any):
-        self.layer = layer
-        self._num_entries = num_entries(layer)
+        self.layer, self._num_entries = layer, num_entries(layer)
         names, entries = set(vars(layer)), {"keys", "values"}
         grows = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
         # 1. What only grows is cropped: all that the layer holds, or its keys and values beside a state.
@@ -59,22 +45,18 @@ class StateSnapshot:
     def restore(self) -> None:
         """Restores the layer. It can be called again after later passes."""
         vars(self.layer).update({name: self._hold(name, value) for name, value in self._held.items()})
-        if is_croppable(self.layer) and self._cropped:
+        if self._cropped:
             crop_to(self.layer, self._num_entries)
-        elif self._cropped and self.layer.keys is not None:
-            self.layer.keys = self.layer.keys[..., : self._num_entries, :]
-            self.layer.values = self.layer.values[..., : self._num_entries, :]
 
 
-def can_roll_back(layer: Any) -> bool:
-    """Whether drafts can be removed from a layer."""
-    # Other classes and subclasses may hold more, and a trial of a few tokens does not reach the end of a window.
-    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
+def is_movable(layer: Any) -> bool:
+    """Whether a cache of trees can take over the entries of a layer."""
+    return type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS
 
 
 def is_croppable(layer: Any) -> bool:
     """Whether a layer can be cropped to fewer tokens."""
-    kinds = (*CONVERTIBLE_LAYERS, DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))
+    kinds = (*CONVERTIBLE_LAYERS, cache_utils.DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))
     return type(layer) in kinds
 
 
@@ -83,39 +65,39 @@ def is_compressed(layer: Any) -> bool:
     return type(layer) in [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in COMPRESSED_KINDS]
 
 
+def can_roll_back(layer: Any) -> bool:
+    """Whether drafts can be removed from a layer. Subclasses and other classes may hold more."""
+    return is_croppable(layer) or type(layer) in STATE_LAYERS or is_compressed(layer)
+
+
 def num_entries(layer: Any) -> int:
     """Returns how many tokens a layer has read; 0 where it does not count them."""
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        return layer.cumulative_length
-    keys = getattr(layer, "keys", None)
-    return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+    return layer.get_seq_length() if isinstance(layer, DynamicLayer) else 0
 
 
 def crop_to(layer: Any, num_tokens: int, keeps_past: bool = False) -> None:
     """Makes a croppable layer hold its first tokens; with `keeps_past` a sliding one all those before, too."""
     num_removed = max(num_entries(layer) - num_tokens, 0)
-    if not isinstance(layer, DynamicSlidingWindowLayer):
-        if isinstance(layer, DynamicLayer):
-            DynamicLayer.crop(layer, -num_removed)
-        # An interrupted pass may have added tokens to the keys and not to their index.
-        for name, dim in _INDICES.items():
-            if (index := getattr(layer, name, None)) is not None and index.numel():
-                setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
-    elif keeps_past:
+    if isinstance(layer, DynamicSlidingWindowLayer) and keeps_past:
         num_kept = layer.keys.shape[-2] - num_removed
         layer.keys, layer.values = layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]
         layer.cumulative_length -= num_removed
-    else:
+    elif isinstance(layer, DynamicSlidingWindowLayer):
         layer.crop(-num_removed)
+    elif isinstance(layer, DynamicLayer):
+        DynamicLayer.crop(layer, -num_removed)
+    # An interrupted pass may have added tokens to the keys and not to their index.
+    for name, dim in _INDICES.items():
+        if (index := getattr(layer, name, None)) is not None and index.numel():
+            setattr(layer, name, index.narrow(dim, 0, min(num_tokens, index.shape[dim])))
 
 
 def owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if it is a view of a larger one, which could not be saved by itself."""
+    """Returns the tensor, or a copy if it is a view of a larger one, which would be kept and saved with it."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def layers_of(cache: Any) -> list[Any]:
+def layers_of(cache: Any) -> Any:
     """Returns the layers of a cache."""
-    layers: list[Any] = getattr(cache, "layers", [])  # code of others may return anything
-    return layers
+    return getattr(cache, "layers", [])  # code of others may return anything

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from .attention_kind import attention_classes
 from .cycle_shapes import CycleShapes
 from .target_memory import StaticMemory
 from .target_states import CapturedPass, FeatureReader, TargetStates, begin_capture, end_capture
-from .traits import STATE_KINDS, TargetTraits
+from .traits import STATE_KINDS, TargetTraits, filled_layers
 from .tree_cache import TreeCache
 
 
@@ -37,7 +37,7 @@ class TargetOutput:
         logits (`(B, n, V)`): For the prompt, of its last token only (`n = 1`).
         states: Hidden states. `T` is `n` for a tree; for the prefill, the number of prompt tokens that ran (fewer with
             a cache).
-        position_ids (`(B, T)`): The positions of those states.
+        position_ids (`(B, T)`): The positions of those states; of a prompt `(..., B, T)`.
         hidden_states: All layers' states `(B, T, H)` where they were asked for.
     """
 
@@ -126,7 +126,6 @@ class TargetPrompt:
         next_position (`(..., B, 1)`): The position after it. Multimodal decoders have several per token.
         cache: The cache that the caller passed or `generate()` made.
         keeps_cache: Whether anybody sees that cache after the generation.
-        num_reserved: Slots that follow it in the cache of fixed shapes, and in a growing one at first.
     """
 
     length: int
@@ -134,7 +133,11 @@ class TargetPrompt:
     next_position: torch.Tensor
     cache: Any
     keeps_cache: bool
-    num_reserved: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return self.next_position.shape[-2]
 
 
 @dataclass(eq=False)
@@ -144,36 +147,38 @@ class TargetSession:
     hooks are removed, and the caller's cache holds what was committed.
 
     Attributes:
+        reader: Reads the target's states.
         model_kwargs: The caller's arguments of passes after the prefill.
         kwargs_per_token: Names of those that have a value for each token; they hold a new token's, `(B, 1, ...)`.
-        reader: Reads the target's states.
         cache: The cache of the passes, which holds the prompt.
+        num_reserved: Slots that follow the prompt in it; in a growing one at first.
+        prefill: The output for the prompt, until [`committed_prompt`] has taken its states.
         max_new_tokens: The most tokens that may follow it.
         max_path: The most nodes of a path, root included.
-        dtype: Dtype of the attention scores. (A quantized target computes in another dtype than it stores.)
         shapes: The shapes of its passes.
         memory: Allocates the tensors that captured graphs read; `None` where nothing is compiled.
         pad_token_id: What plain decoding runs in rows that have ended.
-        prefill: The output for the prompt, until [`committed_prompt`] has taken its states.
     """
 
-    model: PreTrainedModel
+    reader: FeatureReader
     traits: TargetTraits
     model_kwargs: dict[str, Any]
     kwargs_per_token: Set[str]
-    reader: FeatureReader
     cache: Any
+    num_reserved: int
     prompt: TargetPrompt
+    prefill: TargetOutput
     max_new_tokens: int
     max_path: int
-    dtype: torch.dtype
     shapes: CycleShapes
     memory: StaticMemory | None
     pad_token_id: int
-    prefill: TargetOutput = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.device = self.prompt.next_position.device
+        self.model, self.device = self.reader.target, self.prompt.next_position.device
+        # Attention scores have the dtype of the keys, which the last states may not have.
+        layers = filled_layers(self.cache)
+        self.dtype = layers[0].keys.dtype if layers else self.prefill.states.last.dtype
         self._listening = ExitStack()
         self._has_ended = [False] * len(self.cache.lengths)
         # Plain decoding runs no later token.
@@ -251,13 +256,11 @@ class TargetSession:
     def committed_prompt(self, text: torch.Tensor, vocab_size: int) -> CommittedTokens:
         """
         Returns the tokens after those that the prefill ran: of all the prompt, or of what follows the caller's cache.
-        It can be called once, as the states of a long prompt take memory.
-
-        Args:
-            text (`(B, T + 1)`): The prompt and the first new token. With `inputs_embeds` the new token alone.
-            vocab_size: Number of tokens that the drafter knows. A multimodal prompt may mark its images by others.
+        `text` `(B, T + 1)` is the prompt and the first new token; with `inputs_embeds` the new token alone. The
+        drafter knows `vocab_size` tokens; a multimodal prompt may mark its images by others. Once, as the states of a
+        long prompt take memory.
         """
-        read, position_ids, mask = self.prefill.states, self.prefill.position_ids, self.prompt.mask
+        read, position_ids, mask = self.prefill.states, text_positions(self.prefill.position_ids), self.prompt.mask
         del self.prefill
         states, read_target = read.target_states, self.reader.read_target
         if read_target is not None and not read.are_read:

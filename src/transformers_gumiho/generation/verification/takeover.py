@@ -22,12 +22,11 @@ def take_over(
     num_nodes: int | None = None,
 ) -> TreeCache:
     """
-    Moves the entries of a cache that [`is_convertible`] accepts to a [`TreeCache`], whose `restore` moves them back,
-    also if an error ends the move. A sliding layer has dropped the entries before its window: their slots stay empty.
+    Moves the entries of a cache, after a prefill, to a [`TreeCache`] of this `capacity` and `memory`, whose `restore`
+    moves them back, also if an error ends the move. All of its layers are [`is_movable`]. A sliding layer has dropped
+    the entries before its window: their slots stay empty.
 
     Args:
-        cache: The cache, after a prefill.
-        capacity, memory: As for [`TreeCache`].
         context_mask: As for [`TreeCache.hide`].
         length: Entries of the prompt; by default the cache counts them, which one of states alone cannot.
         can_rewind: Whether [`TreeCache.truncate`] may be called with states, which takes a copy of them.

@@ -243,16 +243,13 @@ def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
 
 class OutputHead:
     """
-    The function from states `(..., H)`, as a [`FeatureReader`] returns them, to logits `(..., V)`.
+    The function from states `(..., H)`, as a [`FeatureReader`] returns them, to logits `(..., V)`, or to those `(...,
+    K)` of `token_ids` `(K,)` alone, by the output projection `module`.
 
-    A plain linear head is cut to the rows of `token_ids`: a copy of the weights, which is kept while they stay the
+    A plain linear head is cut to the rows of these tokens: a copy of the weights, which is kept while they stay the
     same. Of any other head (quantized, offloaded, with an adapter or a hook) the logits are cut, which saves nothing.
-
-    Args:
-        module: The output projection.
-        target_config: Config of the target, which may ask for scaling and capping of the logits. By default none.
-        token_ids (`(K,)`, *optional*): Compute the logits `(..., K)` of these tokens alone.
-        place (*optional*): Device and dtype of the states that the projection reads.
+    The `target_config` may ask for scaling and capping of the logits. `place`: device and dtype of the states that the
+    projection reads.
     """
 
     def __init__(

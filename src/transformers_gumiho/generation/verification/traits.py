@@ -2,8 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -21,7 +20,6 @@ from ...internals import (
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
-from .rollback import CONVERTIBLE_LAYERS, STATE_LAYERS
 
 
 class Unsupported(UserValueError):
@@ -114,14 +112,17 @@ class TargetTraits:
         """Returns an empty cache, as `generate()` makes it."""
         return DynamicCache(config=self.config)
 
-    def check_is_whole(self, cache: Any) -> None:
-        """Raises [`Unsupported`] for a tree's cache whose layers lack tokens."""
-        if not _has_all_entries(cache):
-            held = [layer.keys.shape[2] for layer in filled_layers(cache)]
+    def check_is_whole(self, cache: DynamicCache) -> None:
+        """Raises [`Unsupported`] for a tree's cache some of whose layers lack tokens that are in their window."""
+        filled = filled_layers(cache)
+        length = cache.get_seq_length() if filled else 0  # states alone count no tokens
+        held = [layer.keys.shape[2] for layer in filled]
+        needed = [min(length, getattr(layer, "sliding_window", length + 1) - 1) for layer in filled]
+        if any(not least <= number <= length for least, number in zip(needed, held, strict=True)):
             raise Unsupported(
-                f"The layers of {self.name} hold {held} tokens of a text of {cache.get_seq_length()} in their cache, "
-                f"and drafts are verified against all of them. Leave out what removes tokens from the cache, or "
-                f"generate without `assistant_model`."
+                f"The layers of {self.name} hold {held} tokens of a text of {length} in their cache, and drafts are "
+                f"verified against all of them. Leave out what removes tokens from the cache, or generate without "
+                f"`assistant_model`."
             )
 
 
@@ -162,25 +163,6 @@ def drafter_device(target: PreTrainedModel) -> torch.device:
 def filled_layers(cache: Any) -> list[Any]:
     """Returns the layers of a cache that hold keys and values."""
     return [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
-
-
-def is_convertible(cache: Any) -> bool:
-    """Whether a tree's cache can take over the entries of `cache`."""
-    return (
-        isinstance(cache, DynamicCache)
-        and not cache.offloading
-        and all(type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS for layer in cache.layers)
-    )
-
-
-def _has_all_entries(cache: DynamicCache) -> bool:
-    """Whether each layer has the entries of all tokens, or of those in its window. Code may have removed some."""
-    filled = filled_layers(cache)
-    length = cache.get_seq_length() if filled else 0  # states alone count no tokens
-    return all(
-        min(length, getattr(layer, "sliding_window", length + 1) - 1) <= layer.keys.shape[2] <= length
-        for layer in filled
-    )
 
 
 def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
@@ -224,9 +206,7 @@ def _takes_cache(target: PreTrainedModel, parameter: inspect.Parameter | None) -
     if parameter is None or not keeps_dynamic_cache(target):
         return False
     # XLM has an older argument of this name, which is a dictionary.
-    is_union = get_origin(parameter.annotation) in (Union, UnionType)
-    kinds = get_args(parameter.annotation) if is_union else (parameter.annotation,)
-    return dict not in [get_origin(kind) or kind for kind in kinds]
+    return "dict" not in str(parameter.annotation)
 
 
 def _hands_on_positions(target: PreTrainedModel) -> bool:

@@ -52,17 +52,13 @@ class TreeCacheLayer(DynamicLayer):
 
 class TreeCache(Cache):
     """
-    A cache that holds every position of the context, each row at its own length, and then the entries of the newest
-    pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row. Outgrown
-    buffers are replaced by larger ones. Layers with a window drop entries that no row sees any more.
+    A cache that holds every position of the context, each of `batch_size` rows at its own length, and then the entries
+    of the newest pass until a path of them is kept. Passes see the slots up to the newest entry of the longest row.
+    Layers without a window have `capacity` slots at first; outgrown buffers are replaced by larger ones. Layers with a
+    window drop entries that no row sees any more. `memory` allocates buffers that a captured graph reads.
 
     After [`fix_shapes`] passes see all slots and read no number from the host, so that they can be compiled once. The
     cache then never grows.
-
-    Args:
-        batch_size (`int`): Number of rows, `B`.
-        capacity (`int`): Slots to allocate per row, where a layer has no window.
-        memory (`StaticMemory`, *optional*): Allocates the buffers, where a captured graph reads them.
 
     Attributes:
         lengths: Committed slots of each row.
@@ -137,7 +133,11 @@ class TreeCache(Cache):
         """Returns the committed slots, `(B, 1)` on `device`; a number where the host knows that all rows agree."""
         if self._device_lengths is not None:
             return self._device_lengths.to(device)
-        return self.lengths[0] if self._is_uniform else self._starts_of_rows(device)
+        if self._is_uniform:
+            return self.lengths[0]
+        if device not in self._known:
+            self._known[device] = upload(self.lengths, device)[:, None]
+        return self._known[device]
 
     def attention_mask(
         self, visible: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None
@@ -268,11 +268,6 @@ class TreeCache(Cache):
         for old in restored:
             # A view keeps all of a buffer alive, and is saved with it. Each buffer is freed with its last layer.
             old.keys, old.values = owned(old.keys), owned(old.values)
-
-    def _starts_of_rows(self, device: torch.device) -> torch.Tensor:
-        if device not in self._known:
-            self._known[device] = upload(self.lengths, device)[:, None]
-        return self._known[device]
 
     def _starts_after(self, first: int, device: torch.device) -> int | torch.Tensor:
         """Returns the committed slots counted from `first`, as [`starts`] does."""

@@ -69,12 +69,8 @@ class _Group:
 
 class TreeStates:
     """
-    The states of the caller's `layers`, as views of buffers that all move on in one step.
-
-    Args:
-        layers: Layers of the caller's cache. They hold the states also after this object is gone.
-        memory: Allocates the buffers, where a captured graph reads them.
-        keeps_prompt: Whether [`rewind`] may be called, which takes a copy of the states.
+    The states of the `layers` of the caller's cache, as views of buffers that all move on in one step. `memory`
+    allocates buffers that a captured graph reads. With `keeps_prompt`, which takes a copy, [`rewind`] may be called.
     """
 
     def __init__(self, layers: Sequence[Any], memory: StaticMemory | None, keeps_prompt: bool):
@@ -108,7 +104,6 @@ class TreeStates:
                 mark_static_address(state)
             getattr(self._layers[index], kind)[number] = state
 
-    # 1. In a pass.
     def begin_pass(self, tree: DraftTree) -> None:
         """Prepares a pass over `tree`. Undoes a pass of which nothing was kept."""
         self.undo()
@@ -147,7 +142,6 @@ class TreeStates:
         self._added[key] = value
         return value
 
-    # 2. After it.
     def keep(self, path: torch.Tensor, accepted_lengths: Sequence[int]) -> None:
         """Moves the states of each row on along the first `accepted_lengths[b]` nodes of `path` `(B, L)`."""
         lengths = upload(accepted_lengths, path.device)[:, None]

@@ -6,9 +6,7 @@ after the other.
 import inspect
 import json
 import math
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -37,20 +35,16 @@ TOLERANCE_OF_ROUNDING = 1e-2
 _HARDLY_WRONG = ("dory", "nemotron_h", "zamba2")
 
 Rows = Literal["one row", "a batch", "a padded batch"]
-
-
-# The oldest go first.
+# Verdicts that are kept for a target; the oldest go first.
 MAX_VERDICTS = 16
-_recording = threading.Lock()
 
 
 def check_multi_token_decode(
     target: PreTrainedModel, traits: TargetTraits, attention_mask: torch.Tensor | None, batch_size: int = 1
 ) -> None:
     """
-    Raises [`Unsupported`] for a target whose pass over several tokens differs from single-token passes. The first
-    call runs the target on a few tokens; later calls reuse the result. The trial has padding if the `attention_mask`
-    `(B, T)` of the prompt has it, and two rows if `batch_size` is larger than 1.
+    Raises [`Unsupported`] for a target whose pass over several tokens differs from single-token passes. The trial has
+    padding if the `attention_mask` `(B, T)` of the prompt has it, and two rows if `batch_size` is larger than 1.
     """
     name = traits.name
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -71,10 +65,7 @@ def check_multi_token_decode(
 
 
 def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
-    """
-    Returns why drafts cannot be verified, as a clause; `None` if they can. A target with this config, code and dtype
-    on this device is tried once.
-    """
+    """Returns why drafts cannot be verified, as a clause; `None` if they can. What was tried is not tried again."""
     key = (
         rows,
         type(target),
@@ -83,14 +74,11 @@ def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) ->
         (target.dtype, input_device(target), target.use_kernels),
     )
     verdicts = memory_of(target).verdicts
-    with suppress(KeyError):
-        return verdicts[key]
-    obstacle = _try(target, traits, rows)
-    with _recording:
-        while len(verdicts) >= MAX_VERDICTS:
-            del verdicts[next(iter(verdicts))]
-        verdicts[key] = obstacle
-    return obstacle
+    if key not in verdicts:
+        verdicts[key] = _try(target, traits, rows)
+        while len(verdicts) > MAX_VERDICTS:
+            verdicts.pop(next(iter(verdicts)), None)
+    return verdicts[key]
 
 
 def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
@@ -115,11 +103,11 @@ def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | Non
 
 def _measure(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> tuple[float, float]:
     """Returns the error of multi-token passes, and the tolerance for it."""
-    device = input_device(target)
-    if target.dtype not in NARROW and not (target.dtype == torch.float32 and rounds_products(device)):
+    may_round = target.dtype == torch.float32 and rounds_products(input_device(target))
+    if target.dtype not in NARROW and not may_round:
         return measure_continuation(target, traits, rows), TOLERANCE
     try:
-        with computing_precisely(device):
+        with computing_precisely():
             return measure_continuation(target, traits, rows), TOLERANCE
     except (torch.OutOfMemoryError, MemoryError):
         raise
