@@ -288,13 +288,7 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
 
 
 class CacheWriter:
-    """
-    Adds shards to a cache, under names that no other process gives.
-
-    Args:
-        folder: The cache.
-        process_index: The process, of several that write at once.
-    """
+    """Adds shards to a cache, under names that no other process gives."""
 
     def __init__(self, folder: Path, process_index: int = 0):
         self._prefix = f"{folder}/shard-{process_index:03d}-"

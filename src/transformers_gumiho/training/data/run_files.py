@@ -41,24 +41,14 @@ def cut_incomplete_line(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """
-    Adds rows to the end of a file. They are written when this returns.
-
-    Raises:
-        OSError: The disk is full. What was written before stays.
-    """
+    """Adds rows to the end of a file; raises `OSError` where the disk is full, and what was there stays."""
     with os_errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """
-    Locks a file or folder for this run, however the run ends. A missing file is created.
-
-    Raises:
-        OSError: Another run writes there.
-    """
+    """Locks a file or folder, which is created, for this run; raises `OSError` where another run writes there."""
     if fcntl is None:  # Windows has no locks that end with the process without leaving a file
         yield
         return

@@ -171,14 +171,7 @@ class _Row:
 
 
 class _Batch:
-    """
-    Rows that are continued together. Their tokens and the cache of all but the last ones are padded on the left.
-
-    Args:
-        rows: The rows.
-        target: The target.
-        has_cache: Whether there is a cache.
-    """
+    """Rows that are continued together: their tokens, and a cache of all but the last ones, are padded on the left."""
 
     def __init__(self, rows: Sequence[_Row], target: PreTrainedModel, has_cache: bool):
         self.rows, device = [*rows], input_device(target)
@@ -227,11 +220,7 @@ class _Batch:
 
 
 class _Choice(LogitsProcessor):
-    """
-    Leaves a sampled row only the token that it draws. Each row draws with random numbers of its own, so that it does
-    not depend on what lies beside it; that takes half a millisecond for 32 steps of 32 rows. Greedy rows stay as they
-    are.
-    """
+    """Leaves a sampled row only the token that it draws, with random numbers of its own. Greedy rows stay."""
 
     def __init__(self, rows: Sequence[_Row], prompt_length: int, target: PreTrainedModel):
         self.prompt_length, self.dtype, device = prompt_length, target.dtype, input_device(target)

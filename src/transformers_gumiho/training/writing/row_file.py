@@ -33,11 +33,8 @@ def processes() -> PartialState:
 @contextmanager
 def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]:
     """
-    Opens a file of rows for this run alone.
-
-    Raises:
-        ValueError: The file was begun with other settings, or is a folder.
-        OSError: The disk is full, or another run writes there. What was written stays.
+    Opens a file of rows for this run alone. Raises `ValueError` where it was begun with other settings or is a folder,
+    and `OSError` where another run writes there.
     """
     if Path(path).is_dir():
         raise UserValueError(f"{str(path)!r} is a folder. Name a file in it.")
