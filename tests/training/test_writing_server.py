@@ -256,7 +256,7 @@ def test_a_busy_server_is_asked_again(serve: Serve, tmp_path: Path, status: int)
 
 @pytest.mark.parametrize("status", [400, 413, 422, 500, 504, 524])
 def test_a_refused_row_is_skipped_with_the_servers_words(serve: Serve, tmp_path: Path, status: int) -> None:
-    """The others are written, and it is not asked again."""
+    """The others are written, and it is not asked again; where the first ones are all refused, the run stops."""
     refused, path = QUESTIONS[1]["prompt"], tmp_path / "a.jsonl"
 
     def reply(path: str, body: dict[str, Any], number: int) -> Reply:
@@ -273,6 +273,9 @@ def test_a_refused_row_is_skipped_with_the_servers_words(serve: Serve, tmp_path:
     num_requests = len(server.requests)
     assert write(make_engine(server.url), path) == rows
     assert len(server.requests) <= num_requests + 1
+    with pytest.raises(EndpointError, match=rf"refuses it \({status}\).*So it was with the first 32 rows"):
+        write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS[1:2] * 40)
+    assert not (tmp_path / "b.jsonl").read_bytes(), "it is asked again when the server is well"
 
 
 @pytest.mark.parametrize(("status", "answers_others"), [(500, False), (503, True), (504, False)])

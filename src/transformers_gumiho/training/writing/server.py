@@ -24,6 +24,7 @@ _ENDS = ("stop", "eos_token", "stop_sequence")  # of an answer: the last ones ar
 _BUSY = (408, 409, 429)  # what the client asks again, and other servers may answer
 _FAULTS = (500, 504, 524)  # which may concern one request, too, as one for which a gateway does not wait
 _SECONDS = 3600  # for an answer: with many requests at a time, each of them waits for the others
+_NUM_REFUSALS = 32  # rows at the start without an answer, after which the run stops
 _NUM_TOGETHER = 10_000  # rows whose requests are prepared before the first is answered
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -81,6 +82,7 @@ class ServerEngine:
                 for url in urls
             )
         self._knows_ids: bool | None = None
+        self._has_answered = False
         self._marks = dict[str, bool]()  # how a server keeps special tokens in its texts
 
     @property
@@ -90,14 +92,23 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of the `tasks` as they end; raises `EndpointError` if the server does not answer.
+        Yields the numbers and rows of the `tasks` as they end. Raises `EndpointError` if the server does not answer, or
+        refuses the first rows, of which none is yielded.
         """
         if self._knows_ids is None:
             self._try_servers()
-        left = iter(tasks)
+        left, held = iter(tasks), list[tuple[int, dict[str, Any]]]()
         with ThreadPool(self.concurrency) as pool:
             while part := list(islice(left, _NUM_TOGETHER)):
-                yield from pool.imap_unordered(self._drive, part)
+                for number, row in pool.imap_unordered(self._drive, part):
+                    held.append((number, row))
+                    if self._has_answered:
+                        yield from held
+                        held = []
+                    elif len(held) == _NUM_REFUSALS:
+                        said = f"{row.get('skipped')}. So it was with the first {len(held)} rows."
+                        raise EndpointError(f"{', '.join(self.urls)}: {said}")
+        yield from held
 
     def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any]]:
         """Returns the number and the row of a task."""
@@ -111,7 +122,7 @@ class ServerEngine:
             except StopIteration as end:
                 return number, end.value
             try:
-                answer, refusal = self.complete(request), None
+                answer, refusal, self._has_answered = self.complete(request), None, True
             except MalformedRowError as error:
                 refusal = error
 
