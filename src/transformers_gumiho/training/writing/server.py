@@ -92,7 +92,7 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of the `tasks` as they end. Raises `EndpointError` if the server does not answer, or
+        Yields the numbers and rows of `tasks` as they end. Raises `EndpointError` if the server does not answer, or
         refuses the first rows, of which none is yielded.
         """
         if self._knows_ids is None:
