@@ -644,12 +644,9 @@ def test_a_tokenizer_without_special_tokens_to_look_at_is_refused(
         prepare_dataset(Dataset.from_list([{"text": "import os"}]), tokenizer, config, max_length=64)
 
 
-def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) -> None:
+def test_a_foreign_tokenizer_is_refused(config: PreTrainedConfig) -> None:
     with pytest.raises(ValueError, match="holds tokens that the target does not have"):
         prepare([{"text": "import os, re"}], AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100))
-    stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
-        prepare_dataset(stream, make_tokenizer(), config, max_length=256)
 
 
 @pytest.mark.parametrize("form", ["NFKC", "NFC"])

@@ -28,16 +28,6 @@ def synthesize(target: PreTrainedModel, path: Path, num_prompts: int = 7, **sett
     return [row["messages"][0]["content"] for row in dataset]
 
 
-def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
-    openings = ["import ", "Write a class:\n\nclass", "def "]
-    synthesize(target, tmp_path / "a.jsonl", 6, openings=openings, batch_size=6)
-    for row, opening in zip(read_jsonl(tmp_path / "a.jsonl")[:6], openings * 2, strict=True):
-        assert row["prompt"].startswith(opening.strip())
-        assert len(row["prompt"]) > len(opening)
-    with pytest.raises(ValueError, match="created with different settings: openings"):
-        synthesize(target, tmp_path / "a.jsonl", 6, batch_size=6)
-
-
 def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp_path: Path) -> None:
     """It samples with the settings that are given."""
     target.save_pretrained(tmp_path / "target")

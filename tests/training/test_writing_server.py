@@ -353,27 +353,6 @@ def test_what_is_no_address_is_refused() -> None:
         make_engine("localhost:8000")
 
 
-def test_a_server_that_dies_in_the_middle_leaves_what_was_written(serve: Serve, tmp_path: Path) -> None:
-    """In the middle of a request, without an answer. Another server writes the rest."""
-    path = tmp_path / "a.jsonl"
-
-    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
-        if number == 4:
-            server.http.shutdown()
-            server.http.server_close()
-            raise ConnectionAbortedError
-        return by_ids(path, body, number)
-
-    server = serve(reply)
-    with pytest.raises(EndpointError, match=r"does not answer.*What was written before stays"):
-        write(make_engine(server.url, max_retries=1), path)
-    before = path.read_text(encoding="utf-8").splitlines()
-    assert 0 < len(before) < len(QUESTIONS)
-    rows = write(make_engine(serve(by_ids).url), path)
-    assert [row["row"] for row in rows] == [*range(len(QUESTIONS))]
-    assert {*before} <= {*path.read_text(encoding="utf-8").splitlines()}
-
-
 @pytest.mark.skipif(
     not is_serve_available(),
     reason="`transformers serve` needs fastapi, uvicorn and openai (the extra `test` has them)",
