@@ -31,9 +31,16 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedTo
 from transformers_gumiho.tools.benchmarking import read_prompts
 from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
 from transformers_gumiho.training.collator import collate_all
+from transformers_gumiho.training.data import preparation
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import (
+    held_out_numbers,
+    read_texts,
+    size_of_prompts,
+    split_rows,
+    usable_rows,
+)
 
 
 ROW = ("input_ids", "loss_mask")
@@ -336,7 +343,8 @@ def test_the_format_of_a_dataset_does_not_matter(kind: str, config: PreTrainedCo
     else:
         dataset = plain.with_format(kind)
     assert prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)[0].to_list() == expected
-    assert "1 of 3 rows can be used, with 2 answers" in usable_rows(dataset, make_tokenizer(), 256)[1]
+    texts = read_texts(dataset, make_tokenizer(), config, 256)
+    assert "1 of 3 rows can be used, with 2 answers" in usable_rows(texts, 256)[1]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "one.jsonl", "one.json"])
@@ -527,19 +535,42 @@ def test_held_out_rows_are_like_all_rows_and_depend_on_their_number_alone() -> N
 def test_the_data_is_looked_at_before_anything_is_written() -> None:
     """Duplicates, and what cannot be answered, are left out with a count and the first example."""
     rows = [{"prompt": text} for text in ("What is it?", "what is  it", "Who? ", "long " * 60, "2+3?", "2-3?")]
-    usable, report = usable_rows(Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64)
+    usable, report = usable_rows(read_prompts_of([*rows, {"prompt": None}]), 64)
     asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
     assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
     lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
     assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
-    (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
+    (turns,), _ = usable_rows(read_prompts_of([{"messages": MESSAGES}]), 256)
     num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
     assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "left out 1 (the first is row 1): is a duplicate" in report
     assert "left out 1 (the first is row 3): its first prompt leaves no room" in report
     with pytest.raises(ValueError, match=r"No row of the dataset can be used:(?s:.*)has none of"):
-        usable_rows(Dataset.from_list([{"prompt": None, "text": ""}]), make_tokenizer(), 64)
+        usable_rows(read_prompts_of([{"prompt": None, "text": ""}]), 64)
+
+
+def read_prompts_of(rows: list[dict[str, Any]]) -> Dataset:
+    return preparation.read_prompts(Dataset.from_list(rows), make_tokenizer())
+
+
+def test_rows_with_answers_are_read_once(config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without duplicates and with what a user says first; the windows of a text are held out together."""
+    long = {"text": "import os, re, sys\n" * 60}
+    rows = [{"text": f"import {n}\n"} for n in range(40)] + [long, {"prompt": "Who?", "completion": "os"}, long]
+    data = Dataset.from_list([{"text": None, "prompt": None, "completion": None} | row for row in rows])
+    texts, report = usable_rows(read_texts(data, make_tokenizer(), config, 32), 32)
+    assert report.startswith("42 of 43 rows can be used, with 42 answers")
+    asked = [question for question in texts["question"] if question]
+    assert asked == ["".join(row.get("prompt", row.get("text", "")))[:200] for row in rows[:-1]]
+    monkeypatch.setattr(preparation, "read_row", None)
+    for seed in range(9):
+        trained, held_out = split_rows(texts, 4, seed)
+        assert len({*held_out["row"]}) == 4
+        assert {*held_out["row"]} | {*trained["row"]} == {*range(42)}
+        assert not {*held_out["row"]} & {*trained["row"]}
+    prepared, _ = prepare_dataset(trained, make_tokenizer(), config, max_length=32, packing=False)
+    assert prepared["input_ids"] == trained["input_ids"]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ class Example:
         turns = range(self.first_trained, len(self.messages))
         return [turn for turn in turns if self.messages[turn]["role"] == "assistant"]
 
+    @property
+    def question(self) -> str:
+        """What a user says first, or how a text begins."""
+        if self.text == "text":
+            return "".join(message.get("content") or "" for message in self.messages)[:_TEXT_CHARACTERS]
+        said = (message["content"] for message in self.messages if message["role"] == "user")
+        return str(next(said, ""))
+
 
 def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Example:
     """
@@ -108,14 +116,12 @@ def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
     return example
 
 
-def first_question(row: Mapping[str, Any]) -> str | None:
-    """Returns what a user says first in a row, or how its text begins; `None` where it cannot be used."""
+def first_question(row: Mapping[str, Any]) -> str:
+    """Returns what a user says first in a row, or how its text begins; nothing where it cannot be used."""
     try:
-        example = read_row(row, has_template=True, answered=False)
+        return read_row(row, has_template=True, answered=False).question
     except MalformedRowError:
-        return None
-    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
+        return ""
 
 
 def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:
