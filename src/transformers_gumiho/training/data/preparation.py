@@ -355,7 +355,11 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
     said = f"{example.messages} {example.extras}"
     of_row = {"key": _hash(normalized(said)), "contents": _hash(f"{said} {example.ended} {example.generations}")}
-    of_first = {"num_dropped": example.drops_answer, "num_answers": len(example.turns), "question": example.question}
+    of_first = {
+        "num_dropped": int(example.drops_answer),
+        "num_answers": len(example.turns),
+        "question": example.question,
+    }
     for ids, learned in texts:
         counts = counting_states(ids, learned, renderer.tokenizer.eos_token_id)
         is_cut = len(ids) > max_length and example.text != "text"
