@@ -506,7 +506,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
         refuse("The 2 workers of the loader keep about", *run, "--dataloader_num_workers", 2)
     monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**5))
     refuse("stage 'write' needs about", *run)
-    refuse("What helps: a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)", *run)
+    refuse("What helps: a smaller --writing_batch_size or --max_new_tokens, --device_map auto, or", *run)
     assert not list((folder / "huge" / "work").iterdir())
     output = gumiho(*run, "--ignore_plan", "--plan")
     assert "40 rows of data" in output

@@ -8,13 +8,12 @@ import torch
 import trainers
 from datasets import Dataset, IterableDataset
 from eager_loss import gumiho_loss
-from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from targets import VOCAB_SIZE, make_drafter, make_target
 from torch.nn import functional as F
 from torch.utils.data import Subset
 from trainers import KillAt, Killed, make_rows, pack_pairs
 from transformers import PreTrainedModel
 
-from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import (
     GumihoDataCollator,
     draft_restriction,
@@ -128,26 +127,6 @@ def test_the_loss_is_the_eager_one_over_the_vocabulary(family: str, tmp_path: Pa
     assert not torch.isin(chosen[counting], vocabulary).all()
     expected = (chosen == drafted)[counting].float().mean().item()
     assert evaluated["eval_agreement_1"] == pytest.approx(expected)
-
-
-def test_the_saved_drafter_drafts_the_vocabulary_and_decoding_stays_exact(
-    target: PreTrainedModel, tmp_path: Path
-) -> None:
-    trainer = make_trainer(target, tmp_path, max_steps=30)
-    trainer.train()
-    trainer.save_model()
-    drafter = GumihoModel.from_pretrained(tmp_path)
-    vocabulary = choose_draft_vocabulary(torch.tensor(counts_by_hand(make_rows())), 4)
-    assert drafter.generation_config.draft_vocabulary == vocabulary
-    settings = make_prompts([5, 3]) | {"max_new_tokens": 40, "do_sample": False}
-    plain = target.generate(**settings)
-    assert not set(plain[:, 5:].flatten().tolist()) <= set(vocabulary)
-    trained = target.generate(**settings, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(trained.sequences, plain)
-    # The setting is what decoding reads: without it other tokens are drafted, and other lengths accepted.
-    drafter.generation_config.draft_vocabulary = None
-    whole = target.generate(**settings, assistant_model=drafter, return_dict_in_generate=True)
-    assert whole.accepted_lengths != trained.accepted_lengths
 
 
 def test_a_resumed_run_has_the_vocabulary_and_the_end_of_an_uninterrupted_one(

@@ -33,7 +33,7 @@ def test_passes_are_halved_down_to_one_row(capsys: pytest.CaptureFixture[str]) -
     assert tried == [24, 12, 6]
     assert "too much memory: next with 12 tokens" in capsys.readouterr().out
     tried.clear()
-    message = "stage 'heads' does not fit on cpu with 5 tokens, .* What helps: a smaller --max_length"
+    message = "stage 'heads' does not fit on cpu with 5 tokens, .* What helps: a smaller --tokens_per_pass"
     with pytest.raises(ValueError, match=message):
         largest_that_fits(make_trial(tried, 4), torch.device("cpu"))
     assert tried == [24, 12, 6, 5]

@@ -164,21 +164,6 @@ def test_texts_too_short_for_some_heads_train_the_others(length: int) -> None:
     assert all(parameter.grad is not None for parameter in drafter.mlp.parameters())
 
 
-def test_a_cross_entropy_of_weight_zero_is_not_computed() -> None:
-    output, _ = random_output()
-    states, asked = torch.randn(2, 11, 8), []
-
-    def head(features: torch.Tensor) -> torch.Tensor:
-        asked.append(len(features))
-        return features @ torch.ones(8, 12)
-
-    weights = LossWeights(parallel_cross_entropy=0)
-    _, terms = chunked_gumiho_loss(output, states, head, torch.ones(2, 11), weights)
-    assert len(asked) == 3  # of the target, of the serial head and of its unrolled step
-    assert "parallel_0_feature" in terms
-    assert "parallel_0_ce" not in terms
-
-
 class LargestLogits(TorchDispatchMode):
     """Records the most rows of vocabulary size that any operation returns."""
 

@@ -18,7 +18,7 @@ from ..feature_cache import FeatureDataset
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .context import RunContext
 from .target import say
-from .trials import try_stages
+from .trials import WAYS_OUT, try_stages
 
 
 # Of the limit: how long answers are on average. Half of SmolLM2's end before 200 of 224 tokens.
@@ -30,13 +30,6 @@ _CHECKPOINTS, _MOMENTS, _GRADIENT = 2, 8, 4  # of a phase; bytes of a trained pa
 # Float32 tensors as wide as the states that a step keeps for each token, and of the logits' size for each row of them.
 _KEPT_STATES, _KEPT_LOGITS = 48, 4
 _SHARED_MEMORY = Path("/dev/shm")
-_SMALLER_BY = {
-    "write": "a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)",
-    "features": "a smaller --tokens_per_pass",
-    "train": "a smaller --tokens_per_pass, --per_device_train_batch_size or --loss_chunk_size",
-    "tune": "a target in bfloat16 (--target_dtype)",
-    "evaluate": "a target in bfloat16 (--target_dtype)",
-}
 
 
 class Needs(NamedTuple):
@@ -115,7 +108,7 @@ def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:
             batch = _KEPT_STATES * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width
             needs["features"] = Needs((states + _IDS_BYTES) * data.num_tokens, weights + batch)
         needs["tune"] = needs["evaluate"] = Needs(0, weights + dtype.itemsize * size)
-    return {stage: needs[stage] for stage in _SMALLER_BY if stage in needs and stage in args.stages}
+    return {stage: needs[stage] for stage in WAYS_OUT if stage in needs and stage in args.stages}
 
 
 def _why_not_kept(run: RunContext, disk: float) -> str:
@@ -158,7 +151,7 @@ def _disk_of(folder: Path) -> int:
 def _check_memory(needs: dict[str, Needs]) -> None:
     free = psutil.virtual_memory().available
     for stage, need in needs.items():
-        _check(f"The stage {stage!r} needs", need.memory, "memory", free, f"What helps: {_SMALLER_BY[stage]}")
+        _check(f"The stage {stage!r} needs", need.memory, "memory", free, f"What helps: {WAYS_OUT[stage]}")
 
 
 def _check_shared_memory(run: RunContext) -> None:

@@ -28,15 +28,16 @@ from .target import say
 
 
 _NUM_DECODED = 8  # tokens, which take a few cycles
-_HELPS = {
-    "write": "a smaller --max_new_tokens, --device_map auto, or a server (--endpoint)",
-    "features": "--device_map auto, or a smaller --max_length",
-    "tune": "--device_map auto, or --stages without tune and evaluate",
+_MEASURING = "--device_map auto, --target_dtype bfloat16, or --stages without tune and evaluate"
+# What a stage may do with less memory.
+WAYS_OUT = {
+    "write": "a smaller --writing_batch_size or --max_new_tokens, --device_map auto, or a server (--endpoint)",
+    "features": "a smaller --tokens_per_pass or --max_length, or --device_map auto",
+    "train": "a smaller --tokens_per_pass, --max_length, --loss_chunk_size or --per_device_train_batch_size, or "
+    "splitting the drafter (examples/accelerate/fsdp.yaml)",
+    "tune": _MEASURING,
+    "evaluate": _MEASURING,
 }
-_HELPS_TRAINING = (
-    "a smaller --max_length, --loss_chunk_size or --per_device_train_batch_size, or splitting the drafter "
-    "(examples/accelerate/fsdp.yaml)"
-)
 
 
 class Trial(NamedTuple):
@@ -114,7 +115,8 @@ def largest_that_fits(trial: Trial, device: torch.device) -> int:
         if size <= trial.smallest:
             raise UserValueError(
                 f"The stage {trial.stage!r} does not fit on {device} with {size:,} {trial.unit}, and there can be no "
-                f"fewer. What helps: {_HELPS.get(trial.stage, _HELPS_TRAINING)}. `--ignore_plan` starts all the same."
+                f"fewer. What helps: {WAYS_OUT.get(trial.stage, WAYS_OUT['train'])}. `--ignore_plan` starts all the "
+                f"same."
             )
         size = max(size // 2, trial.smallest)
         say(f"tried {trial.stage:<10} too much memory: next with {size:,} {trial.unit}")
