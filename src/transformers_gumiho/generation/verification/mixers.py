@@ -15,7 +15,13 @@ from torch import nn
 from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
-from ...internals import CONVOLUTION, DELTA_RULES, READS_OF_STATES, SCAN, modules_of
+from ...internals import (
+    CONVOLUTION,
+    DELTA_RULES,
+    READS_OF_STATES,
+    SCAN,
+    modules_of,
+)
 from ..tree.recurrence import NodeTerms, convolve, run_delta_rule, run_scan, widened
 from .tree_states import NodeInputs, RootState
 

@@ -18,7 +18,14 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 
-from ...internals import COMPILED_FROM, DECODING_STEP, PLAIN_STEP, STEPS_OF_LOOP, generation_step, modules_of
+from ...internals import (
+    COMPILED_FROM,
+    DECODING_STEP,
+    PLAIN_STEP,
+    STEPS_OF_LOOP,
+    generation_step,
+    modules_of,
+)
 
 
 class ForeignFunction(NamedTuple):

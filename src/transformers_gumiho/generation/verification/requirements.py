@@ -15,7 +15,7 @@ from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
 from .prompt import arguments_per_token, prompt_positions
-from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back, is_movable
+from .rollback import BLOCK_INDEX_KIND, CONVERTIBLE_LAYERS, STATE_LAYERS, can_roll_back
 from .target_memory import memory_of
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported, drafter_device
@@ -324,7 +324,8 @@ def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[
     if (kept := getattr(config, "keep_window_size", None)) is not None:
         yield f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance", kept, 0
     if config.model_type == "phi4_multimodal":
-        limit, num_cached = config.original_max_position_embeddings, 0 if cache is None else cache.get_seq_length()
+        limit = config.original_max_position_embeddings
+        num_cached = 0 if cache is None else cache.get_seq_length()
         yield f"drops its cache where a text grows beyond {limit} tokens", limit, num_cached or start
     # Some rotary embeddings change with the largest position.
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -343,8 +344,8 @@ def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[
 def _check_cache(traits: TargetTraits, cache: Any) -> None:
     """Refuses a cache of the caller's that drafts cannot be verified against."""
     layers = getattr(cache, "layers", [])
-    is_usable = isinstance(cache, DynamicCache) and not cache.offloading
-    is_usable = is_usable and all(can_roll_back(layer) if traits.is_chain else is_movable(layer) for layer in layers)
+    holds_drafts = can_roll_back if traits.is_chain else _is_convertible
+    is_usable = isinstance(cache, DynamicCache) and not cache.offloading and all(map(holds_drafts, layers))
     # What a subclass or a patch does to new entries is unknown.
     update = getattr(cache, "update", None)
     is_own = getattr(update, "__func__", update) is not DynamicCache.update
@@ -362,3 +363,8 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
         )
     if not traits.is_chain:
         traits.check_is_whole(cache)
+
+
+def _is_convertible(layer: Any) -> bool:
+    # A cache of trees takes over what such layers hold.
+    return type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS

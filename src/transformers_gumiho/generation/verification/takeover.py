@@ -23,7 +23,7 @@ def take_over(
 ) -> TreeCache:
     """
     Moves the entries of a cache, after a prefill, to a [`TreeCache`] of this `capacity` and `memory`, whose `restore`
-    moves them back, also if an error ends the move. All of its layers are [`is_movable`].
+    moves them back, also if an error ends the move. All of its layers are `CONVERTIBLE_LAYERS` or `STATE_LAYERS`.
 
     Args:
         context_mask: As for [`TreeCache.hide`].

@@ -9,7 +9,14 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ...commands import UserValueError
-from ...internals import CACHE_NAME, COUNT_OF_SLOTS, execution_device, is_stateful, keeps_dynamic_cache, modules_of
+from ...internals import (
+    CACHE_NAME,
+    COUNT_OF_SLOTS,
+    execution_device,
+    is_stateful,
+    keeps_dynamic_cache,
+    modules_of,
+)
 from .attention_kind import AttentionKind, attention_kind
 from .mixers import holds_tree, names_in_code
 from .ownership import ForeignFunction, foreign_code
