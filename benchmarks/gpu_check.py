@@ -31,8 +31,7 @@ from transformers_gumiho import GumihoModel
 from transformers_gumiho.tools.benchmarking import DecodingMode, read_prompts, run_benchmark, summarize
 from transformers_gumiho.tools.benchmarking.command import machine_name
 from transformers_gumiho.tools.measuring.timing import synchronize
-from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.arguments import find_drafter
+from transformers_gumiho.tools.pairs import PairArguments, find_drafter, load_pair
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 

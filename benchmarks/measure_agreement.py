@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from transformers_gumiho import GumihoModel
 from transformers_gumiho.tools.measuring.prompts import Question, read_prompts
-from transformers_gumiho.tools.measuring.turns import pad_left
+from transformers_gumiho.tools.measuring.timing import pad_left
 from transformers_gumiho.tools.pairs import PairArguments, load_target, prompts_field
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 from transformers_gumiho.training.data.open_text import encode_turn

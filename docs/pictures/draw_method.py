@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
-from transformers_gumiho.tools.pairs import load_pair
-from transformers_gumiho.tools.pairs.arguments import DraftingArguments
-from transformers_gumiho.tools.pairs.models import use_options
+from transformers_gumiho.tools.pairs import DraftingArguments, load_pair, use_options
 from transformers_gumiho.tools.presenting import Cycle, watch_cycles
 from transformers_gumiho.tools.presenting.cycles import CycleLabels, label_cycle
 from transformers_gumiho.tools.presenting.tree_svg import lay_out

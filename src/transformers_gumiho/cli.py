@@ -58,7 +58,7 @@ def _benchmark(words: list[str]) -> None:
 
     args = _parse(BenchmarkArguments, benchmark, words)
     rows = benchmark(args)
-    sys.stdout.write(f"\n{markdown(rows)}\nThe samples, the table and pictures are in {args.output_dir}\n")
+    sys.stdout.write(f"\n{markdown(rows)}\nThe samples and the table are in {args.output_dir}\n")
 
 
 def _tune(words: list[str]) -> None:

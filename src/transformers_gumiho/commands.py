@@ -45,8 +45,8 @@ class UserFloatingPointError(UserError, FloatingPointError):
 
 # Libraries that only some commands need, and the extra of this package that installs them.
 _EXTRAS = {
-    "gradio": "demo", "gguf": "demo", "matplotlib": "benchmark", "datasets": "train", "evaluate": "train",
-    "peft": "train", "openai": "train", "tensorboard": "train",
+    "gradio": "demo", "gguf": "demo", "datasets": "train", "evaluate": "train", "peft": "train", "openai": "train",
+    "tensorboard": "train",
 }  # fmt: skip
 # What a shell reports for a program that Ctrl-C ended: 128, and the number of SIGINT.
 INTERRUPTED = 130

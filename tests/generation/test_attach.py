@@ -564,12 +564,7 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path) -> None:
     get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_TARGET), lora).save_pretrained(tmp_path / "adapter")
     for target, message in (
         (tmp_path / "target", "holds no weights"),
-        (tmp_path / "adapter", "is an adapter, which is loaded from"),
+        (tmp_path / "adapter", "is an adapter. Save a merged model"),
     ):
         refuse(message, "attach", target, DEMO_DRAFTER, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
-    make_drafter(make_target()).save_pretrained(tmp_path / "of another")
-    options = tmp_path / "of another", "--output_dir", tmp_path / "other"
-    recorded = "attach", DEMO_TARGET, DEMO_DRAFTER, *options[1:], "--record", __file__
-    refuse("is a file. Name a folder with --record", *recorded)
-    refuse("has a vocabulary of 8, and the target one of 4096", "attach", DEMO_TARGET, *options)

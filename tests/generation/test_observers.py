@@ -16,7 +16,7 @@ from transformers_gumiho.generation.observers import GenerationEvents, Generatio
 from transformers_gumiho.generation.tree.draft_tree import DraftTree
 from transformers_gumiho.generation.tree.walk import Path
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.tools.measuring.timing import stage_timer
+from transformers_gumiho.tools.measuring.timing import StageTimer
 
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}
@@ -184,10 +184,11 @@ def test_without_observers_nothing_is_reported(generate: Callable[..., Any], mon
 @pytest.mark.parametrize("settings", [{}, STATIC], ids=["growing", "fixed shapes"])
 def test_stages_of_a_cycle_are_timed(generate: Callable[..., Any], settings: dict[str, Any]) -> None:
     recorder = Recorder()
-    with stage_timer(torch.device("cpu")) as timer, observing(recorder):
+    with observing(timer := StageTimer([], with_stages=True)), observing(recorder):
         generate(5, **settings)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(generate, 6).result()
+    timer.end = timer.now()
     assert timer.num_cycles == len(recorder.cycles)
     assert min(timer.stages().values()) > 0
 

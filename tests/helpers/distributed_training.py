@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from trainers import make_args, make_rows
 
 from transformers_gumiho.training import GumihoTrainer
 from transformers_gumiho.training.recipe.arguments import RecipeArguments
-from transformers_gumiho.training.recipe.phases import Training, unsplit_models
+from transformers_gumiho.training.recipe.context import unsplit_models
+from transformers_gumiho.training.recipe.phases import Training
 from transformers_gumiho.training.recipe.trials import Trial, largest_that_fits
 
 
@@ -95,13 +97,14 @@ def try_passes(folder: Path) -> None:
             raise torch.OutOfMemoryError
         rows = [{"input_ids": [*range(1, 8), 0] * 2}] * args.world_size
         data = {"train_dataset": rows, "eval_dataset": None}
-        Training(RecipeArguments(), {}, data, lambda: target, {}, folder).try_step(args, num_tokens)
+        run: Any = SimpleNamespace(args=RecipeArguments(), fields={}, folder=folder)
+        Training(run, data, lambda: target).try_step(args, num_tokens)
 
     def write(num_rows: int) -> None:
         if num_rows > 3 and args.process_index == 1:
             raise torch.OutOfMemoryError
 
-    trials = [Trial("serial", step, 64, 16, "tokens", ""), Trial("write", write, 12, 1, "rows", "")]
+    trials = [Trial("serial", step, 64, 16), Trial("write", write, 12, 1, "rows")]
     found = [largest_that_fits(trial, args.device) for trial in trials]
     (folder / f"tried-{args.process_index}.json").write_text(json.dumps(found))
 

@@ -35,10 +35,7 @@ def losses_of(trainer: GumihoTrainer) -> list[float]:
 
 def make_trainer(target: Any, folder: Path, drafter: Any = None, **settings: Any) -> GumihoTrainer:
     """A trainer on some rows, with these arguments of it and of the training."""
-    names = (
-        "train_dataset", "eval_dataset", "callbacks", "processing_class", "data_collator",
-        "compute_loss_func",
-    )  # fmt: skip
+    names = ("train_dataset", "eval_dataset", "callbacks", "processing_class", "data_collator")
     kwargs = {"train_dataset": make_rows(), "eval_dataset": make_rows(6, seed=1)}
     kwargs |= {name: settings.pop(name) for name in names if name in settings}
     drafter = drafter if drafter is not None else make_drafter(target)

@@ -75,4 +75,4 @@ def test_every_command_takes_a_head_of_another_method(
     monkeypatch.setattr(command.time, "sleep", interrupt)
     with pytest.raises(SystemExit, match="130"):
         gumiho("demo", *pair)
-    assert len(pages) == 1
+    assert [page.host.is_closed for page in pages] == [True]

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from training_data import DEMO_TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformers_gumiho.tools.pairs import PairArguments, arguments, load_pair, smollm2
+from transformers_gumiho.tools import pairs
+from transformers_gumiho.tools.pairs import PairArguments, load_pair, smollm2
 from transformers_gumiho.tools.tuning.command import _sample_prompts
 
 
@@ -104,7 +105,7 @@ def test_a_full_disk_is_reported_and_nothing_is_left(
 
     with monkeypatch.context() as patch:
         patch.setattr("transformers.modeling_utils.safe_save_file", fill)
-        with pytest.raises(OSError, match=r"Could not write the target into .*No space left .*make room"):
+        with pytest.raises(OSError, match=r"The disk is full .*Make room and run this again"):
             smollm2.find_target()
     assert not list((tmp_path / "assets").rglob("*.*"))
     assert (Path(smollm2.find_target()) / "model.safetensors").exists()
@@ -125,16 +126,16 @@ def test_a_drafter_is_found_in_the_repository_or_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Path(arguments.find_drafter("demo"), "config.json").exists()
+    assert Path(pairs.find_drafter("demo"), "config.json").exists()
     # Of somebody who has the package and not the repository.
-    monkeypatch.setattr(arguments, "__file__", str(tmp_path / "lib/python3/site-packages/package/tools/arguments.py"))
+    monkeypatch.setattr(pairs, "__file__", str(tmp_path / "lib/python3/site-packages/package/tools/__init__.py"))
     message = r"no folder examples/demo_pair/gumiho .* in a clone of https.*--assistant"
     with pytest.raises(FileNotFoundError, match=message):
-        arguments.find_drafter("demo")
+        pairs.find_drafter("demo")
     folder = Path("examples", "smollm2", "gumiho")
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
-    assert arguments.find_drafter("smollm2") == str(folder)
+    assert pairs.find_drafter("smollm2") == str(folder)
 
 
 def test_a_pair_answers_by_its_name() -> None:

@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -31,14 +30,12 @@ from transformers import (
 
 from transformers_gumiho import GumihoGenerateOutput, GumihoModel, cli
 from transformers_gumiho.model.decoding_settings import value_for_rows
-from transformers_gumiho.tools.benchmarking import BenchmarkArguments, DecodingMode, Question, run_benchmark
-from transformers_gumiho.tools.measuring.timing import temporary_settings
-from transformers_gumiho.tools.measuring.turns import PLAIN, Runner
+from transformers_gumiho.tools.benchmarking import DecodingMode, Question, run_benchmark
+from transformers_gumiho.tools.measuring.timing import PLAIN, Runner, temporary_settings
 from transformers_gumiho.tools.pairs import load_pair
 from transformers_gumiho.tools.presenting import (
     Answer,
     Cycle,
-    DemoArguments,
     GenerateArguments,
     ShowArguments,
     generate,
@@ -49,7 +46,6 @@ from transformers_gumiho.tools.presenting import (
 )
 from transformers_gumiho.tools.presenting.answering import logit_gap
 from transformers_gumiho.tools.presenting.terminal import describe_comparison, wants_colors, write_new_pieces
-from transformers_gumiho.tools.tuning import TuningArguments
 from transformers_gumiho.training import GumihoTrainingArguments
 from transformers_gumiho.training.recipe.arguments import RecipeArguments
 
@@ -58,7 +54,7 @@ PAIR = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumih
 OPTIONS = [part for name, value in PAIR.items() for part in (f"--{name}", value)]
 COMMANDS = ["generate", "show", "demo", "benchmark", "tune", "attach", "data", "train"]
 EXTRAS = [
-    "datasets", "evaluate", "gguf", "gradio", "jinja2", "matplotlib", "openai", "peft", "tensorboard",
+    "datasets", "evaluate", "gguf", "gradio", "jinja2", "openai", "peft", "tensorboard",
 ]  # fmt: skip
 PROMPT = "def __init__(self, "
 TOKENIZER = make_tokenizer(None)
@@ -197,20 +193,12 @@ def test_first_word_keeps_its_space_where_a_tokenizer_drops_that_of_a_text() -> 
 def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
-    for no_color, term, of_terminal in (
-        (None, "xterm", True),
-        ("1", "xterm", False),
-        ("", "xterm", True),
-        (None, "dumb", False),
-    ):  # fmt: skip (an empty NO_COLOR means nothing: https://no-color.org)
-        monkeypatch.delenv("NO_COLOR", raising=False)
+    # An empty NO_COLOR means nothing: https://no-color.org.
+    for no_color, term, of_terminal in (("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
         monkeypatch.setenv("TERM", term)
-        if no_color is not None:
-            monkeypatch.setenv("NO_COLOR", no_color)
-        assert wants_colors("auto", terminal) == of_terminal
-        assert not wants_colors("auto", io.StringIO())
-        assert wants_colors("always", io.StringIO())
-        assert not wants_colors("never", terminal)
+        assert wants_colors(terminal) == of_terminal
+        assert not wants_colors(io.StringIO())
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -265,7 +253,7 @@ def test_picture_of_an_answer_shows_its_text_accepted_drafts_and_pauses(
     assert {"drafter", "pause"} <= set(output.draft_origins)
     assert [color for _, color in shown[: len(text)]] == expected
 
-    with pytest.raises(ValueError, match=r"Only the output of a drafted call has cycles to show, got a Tensor"):
+    with pytest.raises(ValueError, match=r"The output has no cycles\. Call `generate\(\)` with a Gumiho drafter"):
         show_answer(output.sequences, TOKENIZER)
     refuse("gumiho generate: --output draws one answer", "generate", *OPTIONS, "--output", "answer.svg")
 
@@ -335,7 +323,6 @@ def test_a_target_that_is_offloaded_answers_too(drafter: GumihoModel) -> None:
     assert target.device.type == "meta"
     answers = [stream_answer(target, TOKENIZER, model, prompt, Answer(), **options) for model in (drafter, None)]
     assert [answer.tokens for answer in answers] == [expected] * 2
-    assert logit_gap(target, prompt, answers[0], Answer([expected[0], 0])) > 0
     taken = Runner(target, 0, max_new_tokens=4).compare([PLAIN], [prompt], temperature=0.0, seed=0)
     assert taken[0].answers == [expected]
     modes = [DecodingMode("plain"), DecodingMode("gumiho", {"assistant_model": drafter})]
@@ -429,7 +416,7 @@ def test_shown_path_is_the_one_that_generate_took(
     lengths, tokens = output.accepted_lengths[0], new_tokens(output)
     start = 1 + sum(lengths[: step - 1])
     committed = tokens[start : start + lengths[step - 1]]
-    cycle = show(ShowArguments(**PAIR, prompt=PROMPT, step=step, color="never"))
+    cycle = show(ShowArguments(**PAIR, prompt=PROMPT, step=step))
     assert cycle.tokens[0] == tokens[start - 1]
     assert list(cycle.committed) == committed
     lines = capsys.readouterr().out.splitlines()
@@ -440,36 +427,6 @@ def test_shown_path_is_the_one_that_generate_took(
     assert shown == [*(("*", text) for text in texts[:-1]), ("+", texts[-1])]
     drafted = [line for line in lines if re.match(r" *\d\.\d{3} +\d\.\d{3} ", line)]
     assert len(drafted) == value_for_rows(drafter.generation_config.num_assistant_tokens, 1)
-
-
-def test_nothing_is_decoded_after_the_shown_cycle() -> None:
-    passes: list[int] = []
-
-    def count(module: torch.nn.Module, *_: object) -> None:
-        passes.extend([1] if isinstance(module, PreTrainedModel) and module.can_generate() else [])
-
-    handle = torch.nn.modules.module.register_module_forward_hook(count)
-    try:
-        show(ShowArguments(**PAIR, prompt=PROMPT, step=6, color="never"))
-    finally:
-        handle.remove()
-    assert len(passes) == 1 + 6, "the prompt's, and one for each cycle"
-
-
-def test_drafts_from_the_context_are_shown(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """The same cycle as `gumiho generate` has with this option."""
-    prompt = "x, y, z, w, " * 12 + "x, y,"
-    options = {"prompt_lookup_num_tokens": 10}
-    lengths = decode(target, drafter, prompt, max_new_tokens=64, **options).accepted_lengths[0]
-    cycles = [show(ShowArguments(**PAIR, prompt=prompt, color="never", **more)) for more in (options, {})]
-    assert len(cycles[0].committed) == lengths[0]
-    depths = []
-    for cycle in cycles:
-        depth = [0]
-        for parent in cycle.parents[1:]:
-            depth.append(depth[parent] + 1)
-        depths.append(max(depth))
-    assert depths[0] == 10 > depths[1], "deeper than the drafter drafts"
 
 
 def test_cycles_longer_than_the_drafters_paths_are_shown_completely(
@@ -487,7 +444,7 @@ def test_cycles_longer_than_the_drafters_paths_are_shown_completely(
     longest = lengths.index(max(lengths))
     assert sum(lengths[: longest + 1]) > (longest + 1) * (drafter.config.max_draft_depth + 1)
     options = {**PAIR, "assistant": str(tmp_path)}
-    cycle = show(ShowArguments(**options, prompt=prompt, step=longest + 1, color="never"))
+    cycle = show(ShowArguments(**options, prompt=prompt, step=longest + 1))
     assert len(cycle.committed) == max(lengths) == 21, "all that was looked up, and the bonus token"
 
 
@@ -552,15 +509,6 @@ def test_cycles_of_a_batch_are_refused(target: PreTrainedModel, drafter: GumihoM
         target.generate(prompts, assistant_model=drafter, max_new_tokens=4)
 
 
-def test_all_commands_name_a_pair_with_the_same_options() -> None:
-    options = [
-        {(field.name, field.type, field.default, field.metadata["help"]) for field in fields(arguments)}
-        for arguments in (GenerateArguments, ShowArguments, DemoArguments, BenchmarkArguments, TuningArguments)
-    ]
-    shared = {name for name, *_ in set.intersection(*options)}
-    assert shared >= {"pair", "target", "assistant", "dtype", "device_map"}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_each_option_and_default_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -623,14 +571,6 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
     assert expected.get(next(iter(words), ""), "usage: gumiho COMMAND") in process.stdout + process.stderr
 
 
-def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
-    """A service may start them so."""
-    for words in (["--help"], ["show", *OPTIONS, "--prompt", "a", "--output", tmp_path / "t.svg"]):
-        command = shlex.join(map(str, [sys.executable, "-m", "transformers_gumiho_cli", *words]))
-        subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, check=True)
-    assert (tmp_path / "t.svg").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
@@ -652,7 +592,6 @@ def test_commands_run_without_standard_streams(tmp_path: Path) -> None:
         ("generate", ["--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
         ("generate", ["--temperature", "nan"], "--temperature must be at least 0, got nan"),
         ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
-        ("generate", ["--dtype", "float8_e4m3fn"], "There is no precision 'float8_e4m3fn'"),
         ("generate", ["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
         ("generate", ["--device_map", "meta"], "There is no device 'meta' here"),
         ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),

@@ -67,11 +67,3 @@ def test_every_command_is_on_its_page(generate: ModuleType) -> None:
     assert "--linear_start" in page
     # Of TrainingArguments, which transformers documents.
     assert "--weight_decay" not in page
-
-
-def test_a_mark_is_replaced(generate: ModuleType) -> None:
-    page = generate.on_page_markdown("before\n\n<!-- generate: config -->\n\nafter")
-    assert page.startswith("before\n\n| field | default | meaning |\n")
-    assert page.endswith("|\n\nafter")
-    with pytest.raises(KeyError, match="nothing"):
-        generate.on_page_markdown("<!-- generate: nothing -->")

@@ -1,11 +1,7 @@
 """The drafter of the pair smollm2, with a target of the same shape: the real one is not part of the repository."""
 
-import json
-import random
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +10,7 @@ from targets import equals_plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_gumiho import GumihoModel
-from transformers_gumiho.tools.pairs import PairArguments, load_pair
-from transformers_gumiho.tools.pairs.arguments import cpu_dtype, find_drafter
+from transformers_gumiho.tools.pairs import PairArguments, cpu_dtype, find_drafter, load_pair
 from transformers_gumiho.tools.pairs.smollm2 import INSTALL, installed_file
 from transformers_gumiho.training.data.open_text import encode_turn
 
@@ -53,31 +48,6 @@ def test_the_drafter_is_small_and_decodes_a_target_of_its_shape_exactly() -> Non
     prompt = torch.randint(3, 49152, (1, 20))
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
         equals_plain(target, drafter, 1, input_ids=prompt, max_new_tokens=24, **sampling)
-
-
-def test_long_prompts_quote_the_answers(tmp_path: Path) -> None:
-    """Half of them ask one of the questions; no answer that goes round in circles is quoted."""
-    source = random.Random(0)
-    answers = [" ".join(f"w{source.randrange(900)}" for _ in range(60)) for _ in range(6)]
-    rows = [(f"Question {i}?", answer) for i, answer in enumerate([*answers, "again and " * 60, "short"])]
-    messages = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows]
-    messages[0][1]["content"] = answers[0] = answers[0].replace(" ", "\u2028", 1)
-    lines = [{"skipped": "no answer"}, *({"messages": m} for m in messages)]
-    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    (tmp_path / "answers.jsonl").write_text(content, encoding="utf-8")
-    command = [
-        sys.executable, ROOT / "examples" / "smollm2" / "long_prompts.py", "--answers", tmp_path / "answers.jsonl",
-        "--output_file", tmp_path / "prompts.jsonl", "--num_prompts", "40", "--min_words", "100", "--max_words", "150",
-    ]  # fmt: skip
-    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    assert "40 prompts from 6 answers" in process.stdout
-    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    quoted = [[word for word in prompt.split() if re.fullmatch(r"w\d+", word)] for prompt in prompts]
-    assert all(100 <= len(words) <= 150 for words in quoted)
-    assert all(any(words[:60] == answer.split() for answer in answers) for words in quoted)
-    assert not any("again" in prompt for prompt in prompts)
-    assert sum("Question" in prompt and "?" in prompt for prompt in prompts) == 20
 
 
 @pytest.mark.slow

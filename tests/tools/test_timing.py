@@ -8,9 +8,16 @@ from targets import make_drafter, make_prompts, make_target
 from transformers import LlamaForCausalLM
 
 from transformers_gumiho import GumihoCandidateGenerator
-from transformers_gumiho.tools.measuring import timing, turns
-from transformers_gumiho.tools.measuring.timing import DecodingTime, stage_timer, temporary_settings, time_decoding
-from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
+from transformers_gumiho.generation.observers import observing
+from transformers_gumiho.tools.measuring import timing
+from transformers_gumiho.tools.measuring.timing import (
+    DecodingMode,
+    DecodingTime,
+    Runner,
+    StageTimer,
+    temporary_settings,
+    time_decoding,
+)
 from transformers_gumiho.tools.tuning.contest import compare
 
 
@@ -42,12 +49,13 @@ def test_time_with_a_drafter_is_that_of_its_cycles(monkeypatch: pytest.MonkeyPat
     assert 18 / 6 <= taken.num_passes <= 18
     assert taken.seconds == pytest.approx(0.02 * taken.num_passes)
     assert time_decoding(target, inputs, **length).answers == taken.answers
-    with temporary_settings(drafter, settings), stage_timer(target.device) as timer:
+    with temporary_settings(drafter, settings), observing(timer := StageTimer([], with_stages=True)):
         target.generate(**inputs, assistant_model=drafter, **length)
+    timer.end = timer.now()
     stages = timer.stages()
     assert stages["num_cycles"] == taken.num_passes
     assert stages["verify"] == pytest.approx(0.02 * taken.num_passes)
-    assert timer.total == pytest.approx(stages["prompt"] + stages["verify"])
+    assert timer.end - timer.start == pytest.approx(stages["prompt"] + stages["verify"])
 
 
 def test_the_time_of_a_cycle_is_that_of_cycles_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +93,7 @@ def test_modes_take_turns_in_coming_first_once_they_are_warm(monkeypatch: pytest
         decoded.append(settings["name"])
         return DecodingTime(float(len(decoded)), 1, 1)
 
-    monkeypatch.setattr(turns, "time_decoding", time_decoding)
+    monkeypatch.setattr(timing, "time_decoding", time_decoding)
     compared = [DecodingMode(name, settings={"name": name}) for name in "abc"]
     runner = Runner(make_target(), 0, max_new_tokens=4)
     taken = [runner.compare(compared, [[5, 6]], 0.0, seed=0) for _ in range(2)]

@@ -16,15 +16,14 @@ from hub_cache import write_to_hub_cache
 from origins import Origins
 from targets import equals_plain, make_drafter, make_prompts, make_target
 from training_data import DEMO_TARGET
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.observers import observing
 from transformers_gumiho.model.decoding_settings import DraftingSettings
+from transformers_gumiho.tools import pairs
 from transformers_gumiho.tools.benchmarking import BenchmarkArguments, benchmark
-from transformers_gumiho.tools.measuring.timing import DecodingTime
-from transformers_gumiho.tools.measuring.turns import DecodingMode, Runner
-from transformers_gumiho.tools.pairs import arguments as pair_arguments
+from transformers_gumiho.tools.measuring.timing import DecodingMode, DecodingTime, Runner
 from transformers_gumiho.tools.tuning import (
     Standing,
     Tree,
@@ -35,15 +34,17 @@ from transformers_gumiho.tools.tuning import (
     describe,
     tune,
 )
-from transformers_gumiho.tools.tuning import trees as trees_module
 from transformers_gumiho.tools.tuning.command import find_settings
-from transformers_gumiho.tools.tuning.contest import Contests, compare
+from transformers_gumiho.tools.tuning.contest import compare
 from transformers_gumiho.tools.tuning.trees import list_sizes, list_trees
 
 
 OWN = Tree(20, 3, 5, 0.9)
 PROMPTS = [[number, 900 + number] for number in range(18)]
-DRAFTER: Any = SimpleNamespace(config=GumihoConfig.from_target(make_target(vocab_size=8192).config))
+DRAFTER: Any = SimpleNamespace(
+    config=GumihoConfig.from_target(make_target().config),
+    generation_config=SimpleNamespace(draft_vocabulary=[1, 2]),
+)
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,10 @@ class PlantedMachine:
         # A machine whose speed drifts, by the same for all ways of a turn, and that is busy with others now and then.
         speed, rows = 1.0 + turn % 3 + len(prompts), len(prompts)
         shape = {name: value for name, value in mode.settings.items() if name in Tree.__annotations__}
-        vocabulary = "counted" if mode.settings.get("draft_vocabulary") else "all"
-        tree = (
-            Tree(**shape, vocabulary=vocabulary if "draft_vocabulary" in mode.settings else "own") if shape else None
-        )
+        tree = Tree(**shape, drafts_all_tokens="draft_vocabulary" in mode.settings) if shape else None
         self.calls.append(Call(tree, tuple(prompt[0] for prompt in prompts), temperature, mode.settings))
         if tree is None:
-            return DecodingTime(1000 * speed, 1000, 1000, [[7000 + prompt[0]] for prompt in prompts])
+            return DecodingTime(1000 * speed, 1000, 1000)
         busy = 5.0 if (turn + tree.num_assistant_tokens) % 3 == 0 else 1.0
         num_cycles = round(1000 / self.tau(tree))
         sampling = 1.5 if temperature else 1.0
@@ -140,7 +138,6 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
         "branching_factor": best.branching_factor,
         "tree_depth": best.tree_depth,
         "draft_temperature": best.draft_temperature,
-        "draft_vocabulary": None,
         "break_even": {
             kind: {str(rows): pytest.approx(dearer * seconds, abs=1e-3) for rows, seconds in cycles.items()}
             for kind, dearer in (("greedy", 1.0), ("sampled", 1.5))
@@ -148,8 +145,7 @@ def test_contests_find_the_best_of_planted_costs(per_node: float, temperature: f
     }  # fmt: skip
 
 
-def test_fewer_trees_decode_more_prompts_and_the_winner_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "_TIE", 0)
+def test_fewer_trees_decode_more_prompts_and_the_winner_others() -> None:
     machine = PlantedMachine(tau_of, cycle_of(0.02))
     result = find(machine)
     # Tuples of another number of rows, or of prompts that are in no contest.
@@ -173,57 +169,33 @@ def test_fewer_trees_decode_more_prompts_and_the_winner_others(monkeypatch: pyte
 def test_where_plain_decoding_is_faster_is_said() -> None:
     result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 + 0.2 * rows))
     # A cycle takes 1.2, 1.8 and 2.6 steps, and half as many more where tokens are sampled.
-    assert result.losing == [("greedy", 8), ("sampled", 4), ("sampled", 8)]
     lines = describe(result).splitlines()
-    warnings = [line for line in lines if "PLAIN" in line]
-    assert warnings[0] == "PLAIN DECODING IS FASTER with 8 rows, greedy: the drafter has 0.77 times its speed."
-    assert [line.split(":")[0].removeprefix("PLAIN DECODING IS FASTER with ") for line in warnings[1:]] == [
-        "4 rows, sampled", "8 rows, sampled",
-    ]  # fmt: skip
-    assert lines[-1] == "Leave `assistant_model` out in these cases."
-    assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67", "6"] for line in lines)
+    assert [line for line in lines if "PLAIN" in line] == [
+        f"PLAIN DECODING IS FASTER with {where}. Leave `assistant_model` out there."
+        for where in ("8 rows, greedy", "4 rows, sampled", "8 rows, sampled")
+    ]
+    assert any(line.split() == ["1", "greedy", "20", "2.00", "1.20", "1.67"] for line in lines)
     assert describe(result).count("(the drafter's own)") == 1
 
 
-def test_a_speed_that_is_shown_as_that_of_plain_decoding_is_not_called_slower() -> None:
-    result = find(PlantedMachine(lambda tree: 2.0, lambda tree, rows: 2.0 / 0.996), batch_sizes=[1])
-    lines = describe(result).splitlines()
-    assert any(line.split()[:2] == ["1", "greedy"] and line.split()[-2] == "1.00" for line in lines)
-    assert result.losing == [("sampled", 1)]
-
-
-def test_rows_in_which_the_target_verifies_nothing_are_left_out() -> None:
+def test_rows_in_which_the_target_verifies_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(command.logger, "warning", warnings.append)
     result = find(PlantedMachine(tau_of, cycle_of(0.02), refused=4))
     assert list(result.settings["num_assistant_tokens"]) == ["1", "8"]
-    assert "\nnot tuned for 4 rows: It cannot verify drafts in a padded batch.\n" in describe(result) + "\n"
+    assert warnings == ["Not tuned for 4 rows: It cannot verify drafts in a padded batch."]
 
 
-def test_a_list_competes_on_texts_that_it_was_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    gains = {"all": 0.9, "counted": 0.8}
-    machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
-    monkeypatch.setattr(trees_module, "num_counted", lambda _: 24)
-    monkeypatch.setattr(contest, "num_counted", lambda _: 24)
-    result = find(machine, batch_sizes=[1], tune_vocabulary=True)
-    counted = [call for call in machine.calls if call.tree is not None and call.tree.vocabulary == "counted"]
-    competed = [call for call in counted if call.prompts[0] < 12]
-    # Prompts and answers: the ids are those of the first six prompts, then of the other six.
-    of_half = set(competed[0].settings["draft_vocabulary"])
-    assert of_half >= {token for i in range(6) for token in (i, 900 + i, 7000 + i)}
-    assert not of_half & {token for i in range(6, 12) for token in (900 + i, 7000 + i)}
-    assert {call.prompts for call in competed} == {(i,) for i in range(6, 12)}
-    assert result.chosen[1].vocabulary == "counted"
-    everything = {token for i in range(12) for token in (i, 900 + i, 7000 + i)}
-    assert set(result.settings["draft_vocabulary"]) <= everything
-    assert [tree.vocabulary for tree in result.vocabularies] == ["counted", "all"]
-    assert "draft vocabulary " in describe(result)
+@pytest.mark.parametrize("faster", ["its list", "all tokens"])
+def test_the_draft_vocabulary_competes_with_all_tokens(faster: str) -> None:
+    def cycle(tree: Tree, rows: int) -> float:
+        return cycle_of(0.02)(tree, rows) * (0.9 if tree.drafts_all_tokens == (faster == "all tokens") else 1.0)
 
-
-def test_a_drafter_that_has_a_list_gets_no_counted_one() -> None:
-    gains = {"own": 0.9, "all": 1.0}
-    machine = PlantedMachine(tau_of, lambda tree, rows: cycle_of(0.02)(tree, rows) * gains[tree.vocabulary])
-    result = find(machine, replace(OWN, vocabulary="own"), batch_sizes=[1], tune_vocabulary=True)
-    assert [tree.vocabulary for tree in result.vocabularies] == ["own", "all"]
-    assert "draft_vocabulary" not in result.settings
+    result = find(PlantedMachine(tau_of, cycle), batch_sizes=[1], tune_vocabulary=True)
+    assert [tree.drafts_all_tokens for tree in result.vocabularies] == [faster == "all tokens", faster != "all tokens"]
+    assert result.settings.get("draft_vocabulary", "its list") == (None if faster == "all tokens" else "its list")
+    remarks = ("(the drafter's own)", "(its draft vocabulary)", "(all tokens)")
+    assert [describe(result).count(remark) for remark in remarks] == [1, 1, 1]
 
 
 def test_calibrated_temperatures_are_kept() -> None:
@@ -231,16 +203,6 @@ def test_calibrated_temperatures_are_kept() -> None:
     trees = demo_trees(own)
     assert {tree.draft_temperature for tree in trees} == {own.draft_temperature}
     assert len(trees) == len(demo_trees()) - 5
-
-
-@pytest.mark.parametrize(("dearer", "is_tie"), [(1.01, True), (1.1, False)])
-def test_trees_that_tie_take_all_prompts_once_more(dearer: float, is_tie: bool) -> None:
-    fast, other = OWN, replace(OWN, num_assistant_tokens=23)
-    machine = PlantedMachine(lambda tree: 2.0, lambda tree, rows: 1.0 if tree == fast else dearer)
-    standings = Contests(machine, DRAFTER).hold("trees", [other, fast], PROMPTS[:12], 1, 0.0)
-    assert next(iter(standings)) == fast
-    for tree in (fast, other):
-        assert [call.prompts[0] for call in machine.calls if call.tree == tree] == [*range(12)] * (1 + is_tie)
 
 
 def test_the_depth_of_drafters_without_parallel_heads_is_tuned() -> None:
@@ -265,85 +227,26 @@ def test_standings_take_the_median_of_ratios_within_turns() -> None:
     # Cycles of 2 steps, 3 steps, and 22.5 while something else ran; the last text ended with its first token.
     plain[3] = drafted[3] = DecodingTime(0.1, 0, 0)
     standing = compare(list(zip(drafted, plain, strict=True)))
-    assert standing == Standing(tau=pytest.approx(30 / 14), break_even=pytest.approx(3.0), num_turns=3)
+    assert standing == Standing(tau=pytest.approx(30 / 14), break_even=pytest.approx(3.0))
     with pytest.raises(ValueError, match=r"end with their first token\. Give other prompts"):
         compare([(drafted[3], plain[3])])
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        (PROMPTS[:1], {}, r"needs two prompts, .*, got 1\. Give more, or raise `num_prompts`"),
-        (PROMPTS, {"batch_sizes": [4, 0]}, r"--batch_sizes must be at least 1, got 0"),
-    ],
-)
-def test_options_out_of_range_are_refused(prompts: list[list[int]], options: dict[str, object], message: str) -> None:
-    machine = PlantedMachine(tau_of, cycle_of(0.02))
-    with pytest.raises(ValueError, match=message):
-        find(machine, prompts=prompts, **options)
-    assert not machine.calls
-
-
-class Listening(Runner):
-    """Keeps what it measured."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.compared: list[tuple[Any, list[DecodingTime]]] = []
-
-    def compare(self, modes: Any, prompts: Any, *args: Any, **kwargs: Any) -> list[DecodingTime]:
-        self.compared.append((prompts, super().compare(modes, prompts, *args, **kwargs)))
-        return self.compared[-1][1]
-
-
-def listen(
-    monkeypatch: pytest.MonkeyPatch,
-    target: PreTrainedModel,
-    drafter: GumihoModel,
-    tree: Tree,
-    length: int,
-    **options: Any,
-) -> Listening:
-    """Returns what measured a tree, with texts of this length."""
-    monkeypatch.setattr(contest, "ROUNDS", (2,))
-    monkeypatch.setattr(contest, "FINAL_TURNS", 1)
-    monkeypatch.setattr(contest, "_TIE", 0)
-    for module in (contest, trees_module):
-        monkeypatch.setattr(module, "num_counted", lambda _: 3)
-    runner = Listening(target, 0, length)
-    prompts = [make_prompts([length], seed=length)["input_ids"][0].tolist() for length in (3, 6, 4, 7)]
-    find_settings(runner, drafter, [tree], prompts, TuningArguments(**options))
-    return runner
-
-
-def test_turns_decode_the_prompts_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target()
-    drafter = make_drafter(target, draft_vocabulary=[1, 2, 5, 6])
-    before = drafter.generation_config.to_dict()
-    tree = Tree(2, 2, 2, 0.5, "own")
-    compared = listen(monkeypatch, target, drafter, tree, 9, batch_sizes=[1, 3]).compared
-    # The tree, with two vocabularies, in two sizes, and its final.
-    assert [len(prompts) for prompts, _ in compared] == [1, 1, 1, 1, 3, 3, 1, 3, 1, 3]
-    assert [len(taken) - 1 for _, taken in compared] == [1, 1, 2, 2, 2, 2, 1, 1, 1, 1]
-    for prompts, (plain, *drafted) in compared[:6]:
-        for prompt, answer in zip(prompts, plain.answers, strict=True):
-            text = target.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0].tolist()
-            assert text == [*prompt, *answer]
-        assert (plain.num_tokens, plain.num_passes) == (8, 8)
-        for taken in drafted:
-            assert taken.answers == plain.answers
-            assert taken.num_tokens in (7, 8), "one less where the last cycle drafted nothing"
-            assert 0 < taken.num_passes <= 8
-            assert taken.seconds > 0
-    assert drafter.generation_config.to_dict() == before
+def test_a_single_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs two prompts, .*, got 1\. Raise `num_prompts`"):
+        find(PlantedMachine(tau_of, cycle_of(0.02)), prompts=PROMPTS[:1])
 
 
 def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ordinary decoding it pauses, and a contest of pauses would say nothing about trees."""
+    monkeypatch.setattr(contest, "ROUNDS", (2,))
     target = make_target("llama", vocab_size=64)
     drafter, origins = make_drafter(target, break_even=None), Origins()
+    before = drafter.generation_config.to_dict()
+    prompts = [make_prompts([length])["input_ids"][0].tolist() for length in (3, 6, 4)]
     with observing(origins):
-        listen(monkeypatch, target, drafter, Tree(12, 4, 7), 40, batch_sizes=[1], tune_vocabulary=False)
+        find_settings(Runner(target, 0, 40), drafter, [Tree(12, 4, 7)], prompts, TuningArguments(batch_sizes=[1]))
+        assert drafter.generation_config.to_dict() == before
         assert set(origins.sources) <= {"drafter", "end"}
         assert origins.sources.count("drafter") > 100
         target.generate(**make_prompts([5]), max_new_tokens=60, do_sample=False, assistant_model=drafter)
@@ -379,7 +282,7 @@ def test_a_pair_is_tuned_by_its_short_name(tmp_path: Path, monkeypatch: pytest.M
     """Its settings go into the drafter's own folder, unless another one is named."""
     drafter = tmp_path / "gumiho"
     shutil.copytree(DEMO_TARGET.parent / "gumiho", drafter)
-    monkeypatch.setattr(pair_arguments, "find_drafter", lambda _: str(drafter))
+    monkeypatch.setattr(pairs, "find_drafter", lambda _: str(drafter))
     result = find(PlantedMachine(tau_of, cycle_of(0.02)))
     monkeypatch.setattr(command, "find_settings", lambda *_: result)
     prompts = str(DEMO_TARGET.parent / "prompts.jsonl")

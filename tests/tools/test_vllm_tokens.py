@@ -74,10 +74,3 @@ def test_a_line_for_the_server_is_printed(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["concurrency"] == 16))
     choose_vllm_tokens.main()
     assert "serve without a drafter" in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.parametrize("missing", ["plain", "Gumiho, 0 tokens"])
-def test_rows_that_are_missing_are_named(missing: str) -> None:
-    rows = [row for row in write_rows((1, 4)) if (row["drafting"], row["concurrency"]) != (missing, 4)]
-    with pytest.raises(ValueError, match=r"For 4 requests the rows have to be .* Run measure_vllm.py with"):
-        speeds(rows)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from datasets import Dataset
 from targets import make_drafter, make_target
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trainers import make_trainer, pack_pairs
 from transformers import PreTrainedModel
 
@@ -87,30 +85,6 @@ def test_temperatures_are_the_most_likely_ones(tmp_path: Path, packed: bool, voc
         logits, choices = torch.stack([logits for logits, _ in drafts]), torch.tensor([choice for _, choice in drafts])
         losses = torch.stack([torch.nn.functional.cross_entropy(logits / number, choices) for number in grid])
         assert temperatures[depth - 1] == pytest.approx(float(grid[losses.argmin()]), rel=0.02)
-
-
-class NoFloat64(TorchDispatchMode):
-    """Stands for a device that does not know float64, as MPS."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for value in tree_leaves(output):
-            assert not (isinstance(value, torch.Tensor) and value.dtype == torch.float64), f"{func} makes float64"
-        return output
-
-
-def test_devices_without_float64_can_score_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target().float()
-    rows = make_rows(target, packed=False)
-    trainer = make_trainer(target, tmp_path, GumihoModel.from_target(target), eval_dataset=rows)
-    predict = trainer.predict
-
-    def predict_on_device(*args: Any) -> Any:
-        with NoFloat64():
-            return predict(*args)
-
-    monkeypatch.setattr(trainer, "predict", predict_on_device)
-    assert len(trainer.calibrate()) == 7
 
 
 def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

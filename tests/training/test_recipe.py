@@ -10,13 +10,12 @@ import pytest
 import torch
 from commands import gumiho, refuse
 from safetensors.torch import load_file
-from training_data import CHATML, DEMO_TARGET, MESSAGES, read_jsonl, write_jsonl
+from training_data import CHATML, DEMO_TARGET, MESSAGES, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformers_gumiho import GumihoModel, record
 from transformers_gumiho.tools.measuring.prompts import read_prompts
-from transformers_gumiho.training import FeatureDataset, load_conversations
-from transformers_gumiho.training.data.preparation import held_out_numbers
+from transformers_gumiho.training import FeatureDataset, GumihoTrainingArguments, load_conversations
 from transformers_gumiho.training.recipe import arguments as arguments_of_recipe
 from transformers_gumiho.training.recipe import phases, target
 from transformers_gumiho.training.recipe.arguments import RecipeArguments, WritingArguments
@@ -164,19 +163,6 @@ def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: st
     gumiho(*common, tmp_path / "recorded", "--output_dir", tmp_path / "both", "--drafter", serial)
 
 
-def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tmp_path: Path) -> None:
-    """The cache holds the last layer's states, whether a drafter reads other layers or not."""
-    sizes = []
-    for layers in ([], [3], [3, -1]):
-        command = ["train", "--target", DEMO_TARGET, "--data", questions, "--output_dir", tmp_path / "new", "--plan"]
-        output = gumiho(*command, *(["--target_layer_ids", *layers] if layers else []))
-        assert "40 rows of data" in output
-        assert not list((tmp_path / "new" / "work").iterdir())
-        (found,) = re.findall(r"^features +([\d.]+) MB", output, flags=re.MULTILINE)
-        sizes.append(float(found))
-    assert sizes[1] == sizes[2] == pytest.approx(2 * sizes[0], rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,35 +172,28 @@ def test_a_plan_counts_the_last_layer_once_and_starts_nothing(questions: str, tm
         (["--features", ".", "--data", "x"], "--data has no effect with --features, which holds prepared data"),
         (["--features", ".", "--regenerate", "true"], "--regenerate has no effect with --features"),
         (["--target", "t", "--data", "none", "--regenerate", "false"], "--regenerate has no effect with --data none"),
+        (["--target", "t", "--data", "none", "--num_rows", "5"], "no effect with --data none: use --num_prompts"),
+        (["--target", "t", "--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
         (["--target", "./t", "--data", "x"], "There is no folder './t'"),
         (["--target", "t", "--data", "x", "--drafter", "./d"], "There is no folder './d'"),
         (["--target", "t", "--data", "x", "--output_dir", "t"], "would replace the target in 't'. Name"),
         (["--target", "t", "--data", "x", "--drafter", "d", "--output_dir", "e/../d"], "would replace the drafter in"),
         (["--target", "t", "--data", "x", "--output_dir", __file__], "Not a directory"),
-        (["--target", "t", "--data", "x", "--resume_from_checkpoint", "true"], "continues from its newest checkpoint"),
         (["--target", "t", "--data", "x", "--save_only_model"], "leave --save_only_model out"),
-        (["--target", "t", "--data", "x", "--prediction_loss_only"], "leave --prediction_loss_only out"),
         (["--target", "t", "--data", "x", "--report_to", "mlflow"], "install it with `pip install mlflow`"),
         (["--target", "t", "--data", "x", "--optim", "grokadamw"], "Please install grokadamw"),
         (["--target", "t", "--data", "x", "--measured_new_tokens", "0"], "--measured_new_tokens must be at least 1"),
         (["--target", "t", "--data", "x", "--num_measured_prompts", "-1"], "--num_measured_prompts must be"),
         (["--target", "t", "--data", "x", "--num_eval_rows", "nan"], "--num_eval_rows must be at least 0, got nan"),
-        (["--target", "t", "--data", "x", "--features_dtype", "int8"], "'int8'. Give --features_dtype float32"),
         (["--target", DEMO_TARGET, "--data", __file__, "--chat_template", CHATML * 9], "File name too long"),
         (["--target", "t", "--data", "x", "--lora_rank", "4"], "LoraConfig(r=4, target_modules=["),
         (["--target", "t", "--data", "x", "--train_only", "parallel"], "serial head: give it with --drafter"),
-        (["--target", "t", "--data", "x", "--recipe", "best"], "must be one of recommended, published, got 'best'"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
-        (["--target", "t", "--data", "x", "--max_steps", "0"], "give --max_steps or --num_train_epochs above 0"),
-        (["--target", "t", "--data", "x", "--use_cpu", "--fp16"], "--fp16 has no effect on a CPU"),
         (["--tokens_per_step", "9", "--per_device_train_batch_size", "2"], "counts rows, --tokens_per_step tokens."),
         (["--target", "t", "--data", "x", "--gradient_accumulation_steps", "2"], "counts batches of rows, and"),
-        (["--target", "t", "--data", "x", "--num_train_epochs", "0"], "There is nothing to train"),
         (["--target", DEMO_TARGET, "--data", "none"], "has no chat template"),
         (["--target", "t", "--data", "x", "--use_cpu", "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
         (["--target", "t", "--data", "x", "--use_cpu", "--data_seed", "1" * 30], "--data_seed must be from 0 to "),
-        (["--target", "t", "--data", "x", "--target_dtype", "bf16"], "'bf16'. Give --target_dtype float32"),
-        (["--target", "t", "--data", "x", "--features_dtype", "auto"], "'auto'. Give --features_dtype float32"),
         (["--target", "t", "--data", "x", "--chat_template_kwargs", "yes"], "must be a JSON object, got 'yes'"),
         pytest.param(
             ["--features", ".", "--bf16"], "You need to assign use_cpu",
@@ -230,17 +209,6 @@ def test_what_is_missing_is_named(
     refuse(message, "train", "--output_dir", tmp_path, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--data", "none", "--num_rows", 5], "--num_rows has no effect with --data none: use --num_prompts"),
-        (["--data", "x", "--openings", "o"], "--openings has no effect without --data none"),
-    ],
-)
-def test_an_option_that_chooses_other_data_is_refused(words: list[object], message: str, tmp_path: Path) -> None:
-    refuse(message, "data", "--output_file", tmp_path / "out", "--target", "t", *words)
-
-
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The defaults depend on which are given."""
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -248,77 +216,29 @@ def test_options_are_not_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.match(r"usage: gumiho train (.|\n)*error: unrecognized arguments: --conf ", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("rank", "num_processes", "says_so"), [(1, 2, False), (0, 1, True)])
-def test_each_process_loads_its_target_on_its_own_device(
-    rank: int, num_processes: int, says_so: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With its index, as transformers loads in threads; and devices that nobody uses are named."""
-    state = SimpleNamespace(
-        device=torch.device("cuda", rank), num_processes=num_processes, is_main_process=rank == 0, process_index=rank
-    )
-    monkeypatch.setattr(target, "processes", lambda: state)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+def test_each_process_loads_its_target_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its index, as transformers loads in threads."""
+    monkeypatch.setattr(target, "processes", lambda: SimpleNamespace(device=torch.device("cuda", 1)))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load := Mock())
     target.load_target(WritingArguments(target=str(DEMO_TARGET), data="none"))
-    assert load.call_args.kwargs["device_map"] == torch.device("cuda", rank)
-    assert ("2 devices are visible, and 1 used" in capsys.readouterr().out) == says_so
-
-
-def test_held_out_rows_are_chosen_before_anything_is_written(small: Path, tmp_path: Path) -> None:
-    """By their number and the seed: they have all lengths, and a refused row leaves its part."""
-    rows = [{"prompt": f"x{index} = path\n" * (1 + index // 5)} for index in range(80)]
-    data = write_jsonl(tmp_path / "q.jsonl", [*rows, *rows])
-    command = [
-        "train", "--target", small, "--data", data, "--output_dir", tmp_path / "out", "--use_cpu", "--seed", 3,
-        "--max_new_tokens", 4, "--max_length", 90, "--writing_batch_size", 16, "--stages", "write", "features",
-        "--num_eval_rows", 0.25,
-    ]  # fmt: skip
-    gumiho(*command)
-    answers = read_jsonl(tmp_path / "out/work/answers.jsonl")
-    chosen = held_out_numbers(len(answers), 0.25, seed=3)
-    cached = FeatureDataset(tmp_path / "out/work/held_out")
-    turns = [turn for number in chosen for turn in answers[number].get("generations", [])]
-    expected = [len(turn["prompt_ids"]) + len(turn["answer_ids"]) for turn in turns]
-    assert sorted(len(cached[index]["input_ids"]) for index in range(len(cached))) == sorted(expected)
-    assert len({*expected}) > 5
-    assert min(expected) < 20 < 40 < max(expected)
-
-
-@pytest.mark.parametrize("num_eval_rows", [0.25, 6])
-def test_rows_are_held_out_of_each_cache(num_eval_rows: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its part of them, and of a share those that are held out where it is trained on alone."""
-
-    class Cache(torch.utils.data.Dataset):
-        def __init__(self, length: str):
-            self.length, self.made_from = int(length), {"data": length}
-
-        def __len__(self) -> int:
-            return self.length
-
-    monkeypatch.setattr(phases, "FeatureDataset", Cache)
-    monkeypatch.setattr(phases, "load_tokenizer", lambda *_: None)
-    data = phases.cached_data(["40", "80"], num_eval_rows, 3)
-    parts = (0.25, 0.25) if num_eval_rows < 1 else (2, 4)
-    first, second = (held_out_numbers(size, part, 3) for size, part in zip((40, 80), parts, strict=True))
-    assert (len(first), len(second)) == ((10, 20) if num_eval_rows < 1 else (2, 4))
-    assert data["eval_dataset"].indices == [*first, *(40 + row for row in second)]
-    assert sorted([*data["eval_dataset"].indices, *data["train_dataset"].indices]) == [*range(120)]
+    assert load.call_args.kwargs["device_map"] == torch.device("cuda", 1)
 
 
 def test_a_run_goes_on_without_held_out_rows_or_prompts_that_can_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = RecipeArguments(target=str(DEMO_TARGET), data="none")
-    tokenizer, config = AutoTokenizer.from_pretrained(DEMO_TARGET), AutoConfig.from_pretrained(DEMO_TARGET)
-    rows = load_conversations(write_jsonl(tmp_path / "rows.jsonl", ["broken"]))
-    assert phases.prepared_held_out(args, tokenizer, config, rows) is None
-    assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
-    Run.measure(SimpleNamespace(args=args, _write_prompts=lambda: 1), "tune")
-    assert "tune: left out, because it needs two prompts" in capsys.readouterr().out
+    config = AutoConfig.from_pretrained(DEMO_TARGET)
+    broken = load_conversations(write_jsonl(tmp_path / "rows.jsonl", ["broken"]))
+    rows = load_conversations(write_jsonl(tmp_path / "rows.jsonl", [{"text": "import os, sys"}]))
     held_out = [{"prompt": "a"}, {"messages": [{"role": "user", "content": ""}, *MESSAGES[1:]]}, {"prompt": "b"}]
     held_out += [{"prompt": "self " * config.max_position_embeddings}]
     run = SimpleNamespace(
-        args=args, is_main=True, prompt_file=tmp_path / "p.jsonl", _split=lambda: (None, held_out),
-        target_config=config,
+        args=RecipeArguments(target=str(DEMO_TARGET), data="none"), is_main=True, prompt_file=tmp_path / "p.jsonl",
+        _split=lambda: (None, held_out), target_config=config, longest_row=64, _write_prompts=lambda: 1,
+        training_args=GumihoTrainingArguments(str(tmp_path), use_cpu=True),
     )  # fmt: skip
+    assert phases.online_data(run, rows, broken)["eval_dataset"] is None
+    assert "held-out rows: No row of the dataset can be used" in capsys.readouterr().out
+    Run.measure(run, "tune")
+    assert "tune: left out, because it needs --target, --data, and held-out" in capsys.readouterr().out
     assert Run._write_prompts(run) == len(read_prompts(str(run.prompt_file))) == 2  # noqa: SLF001

@@ -8,20 +8,15 @@ import torch
 import trainers
 from datasets import Dataset, IterableDataset
 from eager_loss import gumiho_loss
-from targets import VOCAB_SIZE, make_drafter, make_prompts, make_target
+from targets import VOCAB_SIZE, make_drafter, make_target
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 from trainers import KillAt, Killed, make_rows, pack_pairs
-from training_data import make_tokenizer
 from transformers import PreTrainedModel
 
-from transformers_gumiho import GumihoModel
 from transformers_gumiho.training import (
-    CachedFeatures,
-    FeatureDataset,
     GumihoDataCollator,
     draft_restriction,
-    write_feature_cache,
 )
 from transformers_gumiho.training.draft_restriction import choose_draft_vocabulary, count_answer_tokens
 from transformers_gumiho.training.unrolling import unroll_serial_head
@@ -91,13 +86,11 @@ def test_a_drafter_keeps_the_vocabulary_that_it_has(
 
 
 def test_a_vocabulary_that_is_whole_needs_no_counting(target: PreTrainedModel, tmp_path: Path) -> None:
-    stream = IterableDataset.from_generator(lambda: iter(make_rows()))
+    stream = IterableDataset.from_generator(lambda: iter(make_rows()))  # in which nothing can be counted
     drafter = make_drafter(target)
     drafter.generation_config.draft_vocabulary = [5, 2, 7]
     make_trainer(target, tmp_path, drafter, size=3, train_dataset=stream, max_steps=1).train()
     assert drafter.generation_config.draft_vocabulary == [5, 2, 7]
-    with pytest.raises(ValueError, match=r"a stream can only be read while training\. Give a dataset with a length"):
-        make_trainer(target, tmp_path, drafter, size=4, train_dataset=stream, max_steps=1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
@@ -134,50 +127,6 @@ def test_the_loss_is_the_eager_one_over_the_vocabulary(family: str, tmp_path: Pa
     assert not torch.isin(chosen[counting], vocabulary).all()
     expected = (chosen == drafted)[counting].float().mean().item()
     assert evaluated["eval_agreement_1"] == pytest.approx(expected)
-
-
-def test_the_saved_drafter_drafts_the_vocabulary_and_decoding_stays_exact(
-    target: PreTrainedModel, tmp_path: Path
-) -> None:
-    trainer = make_trainer(target, tmp_path, max_steps=30)
-    trainer.train()
-    trainer.save_model()
-    drafter = GumihoModel.from_pretrained(tmp_path)
-    vocabulary = choose_draft_vocabulary(torch.tensor(counts_by_hand(make_rows())), 4)
-    assert drafter.generation_config.draft_vocabulary == vocabulary
-    settings = make_prompts([5, 3]) | {"max_new_tokens": 40, "do_sample": False}
-    plain = target.generate(**settings)
-    assert not set(plain[:, 5:].flatten().tolist()) <= set(vocabulary)
-    trained = target.generate(**settings, assistant_model=drafter, return_dict_in_generate=True)
-    assert torch.equal(trained.sequences, plain)
-    # The setting is what decoding reads: without it other tokens are drafted, and other lengths accepted.
-    drafter.generation_config.draft_vocabulary = None
-    whole = target.generate(**settings, assistant_model=drafter, return_dict_in_generate=True)
-    assert whole.accepted_lengths != trained.accepted_lengths
-
-
-def test_cached_features_train_as_the_running_target_does(
-    target: PreTrainedModel, tmp_path: Path, calls_of: Any
-) -> None:
-    rows = Dataset.from_list(make_rows())
-    for folder, part in (("cache", range(9)), ("more", range(9, len(rows)))):
-        write_feature_cache(rows.select(part), target, make_tokenizer(), tmp_path / folder, dtype=torch.float32)
-    cached = ConcatDataset([FeatureDataset(tmp_path / "cache"), FeatureDataset(tmp_path / "more")])
-    counted = calls_of(FeatureDataset, "tokens_of")
-    histories, vocabularies = [], []
-    # A part of the rows, as where others are held out.
-    for features, dataset in ((target, rows.select(range(4, 24))), (CachedFeatures(tmp_path / "cache"), cached)):
-        if dataset is cached:
-            dataset = Subset(cached, range(4, 24))
-        drafter = make_drafter(target)
-        trainer = make_trainer(features, tmp_path, drafter, train_dataset=dataset, eval_dataset=None)
-        trainer.train()
-        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        vocabularies.append(drafter.generation_config.draft_vocabulary)
-    assert histories[0] == pytest.approx(histories[1], rel=1e-4)
-    assert vocabularies[0] == vocabularies[1]
-    # Without reading their states; the first row also shows that there is something to learn.
-    assert [read.args[1] for read in counted] == [4, *range(4, 9), *range(24 - 9)]
 
 
 def test_a_resumed_run_has_the_vocabulary_and_the_end_of_an_uninterrupted_one(
@@ -221,12 +170,12 @@ def test_tokens_that_end_a_text_can_always_be_drafted(target: PreTrainedModel, t
     trainer = make_trainer(target, tmp_path, drafter, size=3, train_dataset=[{"input_ids": [1, 2, 3, 4, 3, 3]}])
     trainer.train()
     assert drafter.generation_config.draft_vocabulary == [3, 0, 7]
-    with pytest.raises(ValueError, match=r"must be from 2 .* to the target's 8 tokens, got 1"):
+    with pytest.raises(ValueError, match=r"must be from 2 .* to the target's 8 tokens, .* got 1"):
         make_trainer(target, tmp_path, size=1)
 
 
 def test_sizes_that_give_no_vocabulary_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, got 9\. Choose one"):
+    with pytest.raises(ValueError, match=r"must be from 1 .* to the target's 8 tokens, .* got 9"):
         make_trainer(target, tmp_path, size=9)
-    with pytest.raises(ValueError, match="must be at least 1, or `None` for all tokens, got 0"):
+    with pytest.raises(ValueError, match="`draft_vocabulary_size` must be at least 1, got 0"):
         make_trainer(target, tmp_path, size=0)

@@ -24,7 +24,7 @@ def make_trial(tried: list[int], fits_until: int) -> Trial:
         if size > fits_until:
             raise torch.OutOfMemoryError("out of memory")
 
-    return Trial("heads", run, 24, 5, "tokens", "a smaller --max_length")
+    return Trial("heads", run, 24, 5)
 
 
 def test_passes_are_halved_down_to_one_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,20 +33,13 @@ def test_passes_are_halved_down_to_one_row(capsys: pytest.CaptureFixture[str]) -
     assert tried == [24, 12, 6]
     assert "too much memory: next with 12 tokens" in capsys.readouterr().out
     tried.clear()
-    message = "stage 'heads' does not fit on cpu with 5 tokens, .* What helps: a smaller --max_length"
+    message = "stage 'heads' does not fit on cpu with 5 tokens, .* What helps: a smaller --tokens_per_pass"
     with pytest.raises(ValueError, match=message):
         largest_that_fits(make_trial(tried, 4), torch.device("cpu"))
     assert tried == [24, 12, 6, 5]
-    other = Trial("heads", lambda size: torch.zeros(2).view(size), 24, 5, "tokens", "")
+    other = Trial("heads", lambda size: torch.zeros(2).view(size), 24, 5)
     with pytest.raises(RuntimeError, match="shape"):  # which is no lack of memory
         largest_that_fits(other, torch.device("cpu"))
-
-
-def test_processes_take_what_fits_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here everything fits; in another process only six do."""
-    tried: list[int] = []
-    monkeypatch.setattr(trials, "gather_object", lambda fits: [*fits, tried[-1] <= 6])
-    assert largest_that_fits(make_trial(tried, 100), torch.device("cpu")) == 6
 
 
 @pytest.mark.parametrize(

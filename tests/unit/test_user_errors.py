@@ -30,7 +30,7 @@ from transformers_gumiho.commands import (
         (UserFloatingPointError("Training diverged."), r"^tool: Training diverged\.$"),
         (ModuleNotFoundError("No module named 'gradio'", name="gradio"),
          r"^tool: No module named 'gradio'\. Install it with `pip install 'transformers-gumiho\[demo\]'`\.$"),
-        (ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes"), r"-gumiho\[benchmark\]'"),
+        (ModuleNotFoundError("No module named 'datasets.io'", name="datasets.io"), r"-gumiho\[train\]'"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), r"-gumiho\[train\]'"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), r"^tool: .*No space left on device: 'a'$"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), r"^tool: .*Permission denied: 'a'$"),

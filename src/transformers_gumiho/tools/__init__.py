@@ -1,1 +1,1 @@
-"""The commands that show, measure and tune: benchmarks, pictures of draft trees, the page, and pairs with a name."""
+"""The commands that show, measure and tune."""

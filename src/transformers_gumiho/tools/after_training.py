@@ -1,4 +1,4 @@
-"""The last two stages: the fastest settings for this machine, and a comparison with plain decoding."""
+"""The last two stages of a training: tuning, and a comparison with plain decoding."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ _EVALUATION = "\n## Decoding speed\n"
 
 
 def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
-    """Finds the fastest decoding settings of the drafter in a folder, and returns them in words."""
+    """Finds the fastest settings of the drafter in a folder, and returns them in words."""
     options = TuningArguments(
         **_pair(args, folder), prompts=str(prompts), batch_sizes=[1], num_prompts=num_prompts,
         max_new_tokens=args.measured_new_tokens,
@@ -24,7 +24,7 @@ def tune_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts
 
 
 def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_prompts: int) -> str:
-    """Compares the drafter with plain decoding and prompt lookup, adds the table to its card, and returns it."""
+    """Compares the drafter with plain decoding, adds the table to its card, and returns it."""
     target, tokenizer, drafter = load_pair(PairArguments(**_pair(args, folder)))
     modes = decoding_modes(drafter, names=[PROMPT_LOOKUP, "gumiho"])
     questions = read_prompts(str(prompts), num_prompts=num_prompts)
@@ -41,7 +41,6 @@ def evaluate_drafter(args: RecipeArguments, folder: Path, prompts: Path, num_pro
 
 
 def _pair(args: RecipeArguments, folder: Path) -> dict[str, Any]:
-    """Returns the options of a pair: the run's target, and its drafter in a folder."""
     same = {name: getattr(args, name) for name in ("target", "device_map", "chat_template", "chat_template_kwargs")}
     return same | {"assistant": str(folder), "dtype": args.target_dtype}
 

@@ -1,6 +1,5 @@
 """`gumiho attach`: a folder of a target that drafts wherever it is loaded by its name."""
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -9,8 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
-from ..files import check_folder, damaged_files_named
-from ..model.configuration_gumiho import GumihoConfig
+from ..files import check_folder
 from ..model.loading import is_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..training.data.open_text import load_tokenizer
@@ -37,7 +35,7 @@ def generate(*args, **kwargs):
 
 @dataclass
 class AttachArguments:
-    """The options of `gumiho attach`; [`write_served_target`] takes them, too."""
+    """The options of `gumiho attach`."""
 
     target: str = option("Target model: a folder or a name on the Hub. Both may be given by position.", REQUIRED)
     drafter: str = option("Gumiho drafter: a folder or a name on the Hub; `mtp`: the target's MTP layers.", REQUIRED)
@@ -51,15 +49,11 @@ class AttachArguments:
 def write_served_target(args: AttachArguments) -> str:
     """
     Writes a folder of the target that drafts wherever it is loaded, for clients that take no assistant. It holds the
-    target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies them.
-
-    Returns:
-        A sentence about what was done.
+    target's files and the code that attaches the drafter. Weights are linked; `args.copy_weights` copies them. Returns
+    a sentence about what was done.
 
     Raises:
-        ValueError: The drafter is not a Gumiho drafter or has another vocabulary, the folder is not empty, or the
-            target is an adapter or a drafter, has no weights, has a `custom_generate`, or has no tokenizer to record
-            with, or the size or share of a recording is out of range.
+        ValueError: The drafter is none, the target is none that can be served or recorded, or the folder is not empty.
         OSError: The target or the drafter cannot be found.
     """
     check_folder(args.target)
@@ -73,12 +67,9 @@ def write_served_target(args: AttachArguments) -> str:
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     _check_source(args.target, source)
-    _check_vocabulary(layers, source)
     if args.record is not None:
         check_settings(args.record_max_gigabytes, args.record_share)
         load_tokenizer(str(source), None, None)  # which a recording needs
-        if Path(args.record).is_file():
-            raise UserValueError(f"{args.record!r} is a file. Name a folder with --record.")
     make_folder(folder / _CODE)
     with as_user_errors():
         for path in source.iterdir():
@@ -106,8 +97,8 @@ def _check_source(target: str, source: Path) -> None:
     """Raises `ValueError` for a target's folder beside whose files no code would be read."""
     if (source / "adapter_config.json").exists():
         raise UserValueError(
-            f"{target!r} is an adapter, which is loaded from the folder of its base model. Save a merged model with "
-            f"`model.merge_and_unload().save_pretrained(folder)` and give its folder, or give the base."
+            f"{target!r} is an adapter. Save a merged model with `model.merge_and_unload().save_pretrained(folder)` "
+            f"and give its folder, or give the base."
         )
     if (source / "config.json").exists() and is_drafter(source):
         raise UserValueError(f"{target!r} is a drafter, not a target. Give the model that it was trained for.")
@@ -115,19 +106,6 @@ def _check_source(target: str, source: Path) -> None:
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
     if not any(any(source.glob(pattern)) for pattern in _WEIGHTS):
         raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
-
-
-def _check_vocabulary(drafter: str, source: Path) -> None:
-    """Raises `ValueError` for the drafter of another target, with which the folder would decode plainly."""
-    with as_user_errors(), damaged_files_named(source):
-        ours = GumihoConfig.from_pretrained(drafter).get_text_config().vocab_size
-        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
-    if ours != theirs:
-        raise UserValueError(
-            f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "
-            f"was trained for this target."
-        )
 
 
 def _find_target(name: str) -> Path:

@@ -78,8 +78,7 @@ class GumihoTrainingArguments(TrainingArguments):
             )
         for name in ("draft_vocabulary_size", "loss_chunk_size", "tokens_per_step", "tokens_per_pass"):
             if (value := getattr(self, name)) is not None and value < 1:
-                or_all = ", or `None` for all tokens" if name == "draft_vocabulary_size" else ""
-                raise UserValueError(f"`{name}` must be at least 1{or_all}, got {value}.")
+                raise UserValueError(f"`{name}` must be at least 1, got {value}.")
         if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
             raise UserValueError(
                 f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` counts batches of rows, and "
@@ -90,16 +89,6 @@ class GumihoTrainingArguments(TrainingArguments):
             raise UserValueError(
                 "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
                 "not. Leave it `False`."
-            )
-        if self.batch_eval_metrics or not self.eval_do_concat_batches:
-            raise UserValueError(
-                "`batch_eval_metrics=True` and `eval_do_concat_batches=False` ask for metrics batch by batch, and the "
-                "agreement is one of all rows. Leave them out: an evaluation keeps only some numbers of each row."
-            )
-        if self.label_smoothing_factor:
-            raise UserValueError(
-                "`label_smoothing_factor` is for labels, and the losses compare with the target's distribution. Leave "
-                "it out."
             )
 
     @property

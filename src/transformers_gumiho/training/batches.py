@@ -15,26 +15,13 @@ from .arguments import GumihoTrainingArguments
 from .data.budget import within_budget
 
 
-# The columns of a batch that are tensors `(B, L, ...)`.
-_EMPTY_TOKENS = 16  # of a pass without rows
-_OF_TOKENS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")
-
-
 class StepBatches(Sampler[list[list[int]]]):
     """
     The steps of a training, in random order: for each, the rows of each pass of one process.
 
-    A step has rows of like length, at most `tokens_per_step` tokens over all processes. Every process reads it in
-    equally many passes of at most `tokens_per_pass` tokens, of which some are empty where rows are few. The rows of a
-    step depend on the epoch and the seed, not on processes or passes. All epochs have equally many steps.
-
-    Args:
-        lengths: Tokens of each row.
-        tokens_per_step: Tokens of a step, padding included.
-        tokens_per_pass: Tokens of a pass, padding included.
-        seed: For the order.
-        process_index: The process whose rows these are.
-        num_processes: All processes.
+    A step has rows of like `lengths`, at most `tokens_per_step` tokens over all processes, padding included. Every
+    process reads it in equally many passes of at most `tokens_per_pass` tokens, of which some are empty where rows are
+    few. The rows of a step depend on epoch and `seed`, not on processes or passes. All epochs have as many steps.
     """
 
     batch_size = 1  # accelerate looks for one
@@ -129,7 +116,7 @@ class SeededLengthGroups(LengthGroupedSampler):
 
 @dataclass
 class PassCollator:
-    """Collates the rows of a pass, or of each pass of a step. A pass without rows gets a row that does not count."""
+    """Collates the rows of a pass, or of each pass of a step. A pass without rows has a row that does not count."""
 
     collate: Callable[..., Any]
     dataset: Any
@@ -143,15 +130,10 @@ class PassCollator:
         if rows:
             return self.collate(rows)
         batch = self.collate([self.dataset[0]])
-        of_tokens = {name: _cut_or_padded(batch[name]) for name in _OF_TOKENS if name in batch}
-        # Other columns have no row.
-        empty = {name: value[:0] for name, value in batch.items()} | of_tokens
-        return empty | {"loss_mask": torch.zeros_like(empty["loss_mask"])}
+        return batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
 
 
 class RowsOfPasses(torch.utils.data.Dataset):
-    """A dataset whose items are lists of another one's rows."""
-
     def __init__(self, dataset: Any):
         self.dataset = dataset
 
@@ -176,13 +158,6 @@ def make_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
-
-
-def _cut_or_padded(values: torch.Tensor) -> torch.Tensor:
-    """Returns values `(1, L, ...)` of a row for as many tokens as let the drafter run all of its layers and heads."""
-    values = values[:, :_EMPTY_TOKENS]
-    missing = values.new_zeros(1, _EMPTY_TOKENS - values.shape[1], *values.shape[2:])
-    return torch.cat((values, missing), dim=1)
 
 
 def _rounded_up(length: int) -> int:

@@ -1,6 +1,5 @@
 """A `Trainer` whose batches stay within budgets of tokens."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -23,15 +22,12 @@ class TokenBudgetTrainer(Trainer):
     """
     Loads batches within `tokens_per_step` and `tokens_per_pass`, and each row once, whatever the number of processes.
 
-    Attributes:
-        num_tokens: That this process has trained on, padding included.
-        seconds_of_waiting: For training data.
+    `num_tokens` is how many this process has trained on, padding included.
     """
 
     args: GumihoTrainingArguments
     data_collator: Any
     num_tokens = 0
-    seconds_of_waiting = 0.0
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         """As `Trainer.get_train_dataloader`, within the budgets of tokens, and with each row once."""
@@ -113,10 +109,3 @@ class TokenBudgetTrainer(Trainer):
             with gradients_of_pass(self.accelerator, model, is_last=number == len(inputs)):
                 losses.append(super().training_step(model, batch, num_items_in_batch))
         return torch.stack(losses).sum()
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.get_batch_samples`, with the time it takes: that of waiting for data."""
-        begin = time.perf_counter()
-        samples = super().get_batch_samples(*args, **kwargs)
-        self.seconds_of_waiting += time.perf_counter() - begin
-        return samples

@@ -46,12 +46,9 @@ def score_choices(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> torch.Tensor:
     """
-    Scores the drafter's predictions of what the target chooses in a batch of texts. Arguments as in
-    [`score_predictions`]; choices that may not be drafted do not count.
-
-    Args:
-        input_ids (`(B, L)`): The texts.
-        positions_per_row: Positions of each depth in a row, at most, on average.
+    Scores the drafter's predictions of what the target chooses in a batch of texts `(B, L)`. Arguments as in
+    [`score_predictions`]; choices that may not be drafted do not count. A row has at most `positions_per_row`
+    positions of each depth, on average.
 
     Returns:
         `(B, Q, G + 1)`: for each of the `Q` depths the negative log-likelihood (nats) of the target's choices under
@@ -119,7 +116,6 @@ def _losses(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _lowest(curve: torch.Tensor) -> float:
-    """Returns the temperature at the lowest point of a curve `(G,)` over the grid."""
     lowest, shift = int(curve.argmin()), 0.0
     if 0 < lowest < len(curve) - 1:
         left, middle, right = curve[lowest - 1 : lowest + 2].tolist()

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from safetensors import SafetensorError, safe_open
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
 class ScheduleOfThisRun(TrainerCallback):
@@ -37,20 +35,6 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
             continue
         return str(path)
     return None
-
-
-def has_weights(folder: str | Path) -> bool:
-    """Returns whether a folder holds the weights of a drafter, none of whose files is missing or cut."""
-    index, names = Path(folder, SAFE_WEIGHTS_INDEX_NAME), [SAFE_WEIGHTS_NAME]
-    try:
-        if index.exists():
-            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        for name in names:
-            with safe_open(Path(folder, name), framework="pt"):
-                pass
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return False
-    return True
 
 
 def gather_when_saving(accelerator: Accelerator) -> None:

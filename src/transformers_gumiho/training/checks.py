@@ -1,7 +1,6 @@
 """What a drafter's training refuses: each with its cause and the way out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,12 @@ from ..internals import attention_implementation
 from ..model.configuration_gumiho import GumihoConfig
 from ..model.modeling_gumiho import GumihoModel, unwrap_drafter
 from ..model.target_shape import state_width
-from ..model.wrappers import as_target
 from .arguments import PARTS
 from .collator import GumihoDataCollator
 from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
 from .losses.positions import count_positions
-from .target_features import OnlineFeatures
 
 
-_ROWS_OF_STREAM = 1000
 # What two caches must have in common for one training.
 _SAME_OF_CACHES = ("model", "tokenizer", "dtype", "target_layer_ids", "is_last_normed")
 logger = logging.get_logger(__name__)
@@ -35,22 +31,6 @@ def drafter_of(model: nn.Module) -> GumihoModel:
     if drafter is None:
         raise TypeError(f"`model` must be a GumihoModel, or a PeftModel around one, got {type(model).__name__}.")
     return drafter
-
-
-def check_given(target: Any, keywords: Mapping[str, Any]) -> None:
-    """
-    Raises `TypeError` for what is no model, and `ValueError` for one that is no target, and for a loss of the user's,
-    which nothing calls.
-    """
-    if not isinstance(target, (nn.Module, OnlineFeatures, CachedFeatures)):
-        raise TypeError(f"`target` must be a model or CachedFeatures, got {type(target).__name__}.")
-    if isinstance(target, nn.Module):
-        as_target(target)
-    if keywords.get("compute_loss_func") is not None:
-        raise UserValueError(
-            "`compute_loss_func` is a loss of logits and labels, and a drafter's compares states over all batches of "
-            "a step. Leave it out, or override `GumihoTrainer.compute_loss`."
-        )
 
 
 def check_is_trained_here(config: GumihoConfig) -> None:
@@ -115,12 +95,10 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
 
 
 def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Sequence[int]) -> None:
-    """Raises `ValueError` where no row, of a stream none of the first, has a state that the loss would count."""
-    is_sized = has_length(dataset)
-    if not is_sized and iter(dataset) is dataset:
-        return  # reading a row here would lose it
-    rows = rows_without_states(dataset, range(len(dataset))) if is_sized else islice(dataset, _ROWS_OF_STREAM)
-    for row in rows:
+    """Raises `ValueError` where no row has a state that the loss would count; a stream is not read."""
+    if not has_length(dataset):
+        return
+    for row in rows_without_states(dataset, range(len(dataset))):
         batch = collate([row])
         if count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).any():
             return
@@ -146,10 +124,10 @@ def check_is_no_adapter(model: nn.Module, option: str) -> None:
         )
 
 
-def check_starts_linearly(model: nn.Module) -> None:
+def check_starts_linearly(model: nn.Module, drafter: GumihoModel) -> None:
     """Raises `ValueError` where a serial head cannot begin as a linear map."""
     check_is_no_adapter(model, "linear_start")
-    if drafter_of(model).config.is_eagle3:
+    if drafter.config.is_eagle3:
         raise UserValueError(
             "`linear_start` begins a serial head that predicts states of the target, and that of EAGLE-3 predicts "
             "none. Leave it out."

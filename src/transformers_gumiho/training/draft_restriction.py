@@ -1,73 +1,57 @@
 """The tokens that a drafter is trained to draft: those that the training answers hold most often."""
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 from transformers import GenerationConfig, Trainer
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..commands import UserValueError
-from ..model.modeling_gumiho import GumihoModel
 from .feature_cache import TargetFeatures, rows_without_states
 from .losses.terms import LMHead
-
-
-logger = logging.get_logger(__name__)
 
 
 class DraftRestriction:
     """
     The draft vocabulary of a training with `draft_vocabulary_size`; without it, nothing is restricted.
 
-    The cross-entropies are then over these tokens alone, with the target's distribution normalized over them. A
-    position whose most likely token is none of them counts, too: it teaches the order of the others, and its feature
-    is where drafting continues. So the loss averages over the same positions with any vocabulary.
-
-    An EAGLE-3 head brings its tokens, and an output head of its own that scores what is predicted.
+    The cross-entropies are over these tokens alone. A position whose most likely token is none of them counts, too: it
+    teaches the order of the others, and drafting continues from its feature. An EAGLE-3 head brings its tokens, and an
+    output head of its own.
 
     Raises:
-        ValueError: The size is out of range, the training's data is a stream, in which nothing can be counted, or the
-            drafter brings its tokens.
+        ValueError: The size is out of range, or the drafter brings its tokens.
     """
 
     def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+        self._trainer, drafter = trainer, trainer.drafter
         self._size = trainer.args.draft_vocabulary_size
-        self._token_ids: torch.Tensor | None = None
+        self._vocab_size = drafter.config.get_text_config().vocab_size
         self._features: TargetFeatures = trainer.target_features
-        self._vocab_size = trainer.drafter.config.get_text_config().vocab_size
+        self._token_ids: torch.Tensor | None = None
         self._own_head: torch.Tensor | None = None
-        if trainer.drafter.config.is_eagle3:
-            self._adopt(trainer.drafter)
-        if self._size is None:
-            return
-        smallest = max(len(self._kept()), 1)
-        if not smallest <= self._size <= self._vocab_size:
+        if drafter.config.is_eagle3:
+            if self._size is not None:
+                raise UserValueError(
+                    f"`draft_vocabulary_size` is {self._size}, but an EAGLE-3 head scores the tokens of its own "
+                    f"output head (`d2t`). Leave it out."
+                )
+            # FSDP may split it later.
+            self._own_head = drafter.lm_head.weight.detach().to(trainer.args.device)
+            if (token_ids := drafter.own_tokens()) is not None:
+                self._restrict_to(token_ids)
+        elif self._size is not None and not (smallest := len(self._kept()) or 1) <= self._size <= self._vocab_size:
             raise UserValueError(
-                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in the "
-                f"vocabulary) to the target's {self._vocab_size} tokens, got {self._size}. Choose one in between, or "
-                f"`None` for all tokens."
-            )
-        if self._counts and not isinstance(trainer.train_dataset, Sized):
-            raise UserValueError(
-                "A draft vocabulary is counted on the training answers before the first step, and a stream can only "
-                "be read while training. Give a dataset with a length, or set `draft_vocabulary_size=None`."
+                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in it) to the "
+                f"target's {self._vocab_size} tokens, or `None` for all, got {self._size}."
             )
 
-    def _adopt(self, drafter: GumihoModel) -> None:
-        """Takes an EAGLE-3 head's tokens and its output head, which FSDP may split later."""
-        if self._size is not None:
-            raise UserValueError(
-                f"`draft_vocabulary_size` is {self._size}, but an EAGLE-3 head scores the tokens of its own output "
-                f"head (`d2t`). Leave it out."
-            )
-        self._own_head = drafter.lm_head.weight.detach().to(self._trainer.args.device)
-        if (token_ids := drafter.own_tokens()) is not None:
-            self._token_ids = token_ids.to(self._own_head.device)
-            self._features = self._features.restricted_to(self._token_ids)
+    def _restrict_to(self, token_ids: torch.Tensor) -> None:
+        self._token_ids = token_ids.to(self._trainer.args.device)
+        self._features = self._trainer.target_features.restricted_to(self._token_ids)
 
     def heads(self, like: torch.Tensor) -> tuple[torch.Tensor | None, LMHead, LMHead]:
         """
@@ -82,49 +66,37 @@ class DraftRestriction:
 
     def find(self, checkpoint: str | None) -> None:
         """
-        Finds the vocabulary, makes it the drafter's setting, and restricts the features to it: that of the checkpoint
-        to continue from; else the drafter's own, filled up by counting if there is training data.
-
-        Raises `ValueError` if the checkpoint's or the drafter's vocabulary is of another size.
+        Restricts drafter and features to the vocabulary of the checkpoint to continue from; else to the drafter's own,
+        filled up by counting if there is training data. Raises `ValueError` if it is of another size.
         """
-        found = None if self._size is None or checkpoint is None else _vocabulary_of(checkpoint)
-        if self._size is None or (found is None and self._token_ids is not None):
-            return  # there is none, or it was found in an earlier training or evaluation
-        owner = f"the checkpoint {checkpoint!r}"
-        if found is None and self._counts:
-            found = self._count(self._size)
-        elif found is None:
-            found, owner = self._own(), "the drafter, which has no training data to count in,"
+        if self._size is None:
+            return
+        owner, found = f"the checkpoint {checkpoint!r}", _vocabulary_of(checkpoint)
+        if found is None and self._token_ids is not None:
+            return  # it was found in an earlier training or evaluation
+        if found is None:
+            owner, found = "the drafter, which has no training data to count in,", self._own()
+            is_complete = len(found) == self._size and self._kept() <= set(found)
+            if self._trainer.train_dataset is not None and not is_complete:
+                found = self._count(self._size)
         if len(found) != self._size:
             raise UserValueError(
                 f"`draft_vocabulary_size` is {self._size}, but {owner} has a draft vocabulary of {len(found)} tokens. "
                 f"Set the size to that, or begin another training with that drafter."
             )
         self._trainer.drafter.generation_config.draft_vocabulary = list(found)
-        self._token_ids = torch.tensor(found, device=self._trainer.args.device)
-        self._features = self._trainer.target_features.restricted_to(self._token_ids)
+        self._restrict_to(torch.tensor(found))
 
     def _count(self, size: int) -> list[int]:
-        """Counts on the training answers, of which each process reads its share."""
         trainer, processes = self._trainer, self._trainer.accelerator
         rows = processes.process_index, processes.num_processes
         counts = count_answer_tokens(trainer.train_dataset, trainer.data_collator, self._vocab_size, *rows)
         counts = processes.reduce(counts.to(trainer.args.device), "sum").cpu()
-        token_ids = choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
-        share = float(counts[token_ids].sum() / counts.sum().clamp(min=1))
-        logger.info(f"The draft vocabulary of {size} tokens holds {share:.2%} of the training answers' tokens.")
-        return token_ids
+        return choose_draft_vocabulary(counts, size, self._kept(), own=self._own())
 
     def _own(self) -> list[int]:
         """Returns the tokens that the drafter was trained to draft, if they are not all."""
         return list(self._trainer.drafter.generation_config.draft_vocabulary or ())
-
-    @property
-    def _counts(self) -> bool:
-        """Whether tokens are counted: there is training data, and the drafter has no complete vocabulary."""
-        own = self._own()
-        has_own = len(own) == self._size and self._kept() <= set(own)
-        return self._trainer.train_dataset is not None and not has_own
 
     def _kept(self) -> set[int]:
         """Returns the tokens that end a text, by what is known of the target."""
@@ -168,8 +140,8 @@ def count_answer_tokens(
     return counts
 
 
-def _vocabulary_of(checkpoint: str) -> list[int] | None:
+def _vocabulary_of(checkpoint: str | None) -> list[int] | None:
     """Returns the draft vocabulary that a checkpoint was trained with; `None` where it does not say."""
-    if not (Path(checkpoint) / GENERATION_CONFIG_NAME).exists():  # of an adapter, or of weights in shards
+    if checkpoint is None or not (Path(checkpoint) / GENERATION_CONFIG_NAME).exists():  # as an adapter has none
         return None
     return getattr(GenerationConfig.from_pretrained(checkpoint), "draft_vocabulary", None)

@@ -30,6 +30,7 @@ def model_card_of(
     of the training, of which the trainer ran the last, and `forced` the options that were changed within it.
     """
     target = finetuned_from or trainer.target_features.config.name_or_path or "the target"
+    datasets, tags = ([value] if isinstance(value, str) else value or [] for value in (dataset, tags))
     # Names on the Hub go into the metadata; folders mean nothing to others.
     is_public = _is_hub_name(target)
     data = ModelCardData(
@@ -37,14 +38,13 @@ def model_card_of(
         license=metadata.get("license"),
         library_name="transformers",
         base_model=target if is_public else None,
-        tags=sorted({*_listed(tags), "gumiho", "speculative-decoding"}),
-        datasets=[name for name in _listed(dataset) if _is_hub_name(name)] or None,
+        tags=sorted({*tags, "gumiho", "speculative-decoding"}),
+        datasets=[name for name in datasets if _is_hub_name(name)] or None,
     )
     name = trainer.hub_model_id or model_name or trainer.args.output_dir
     is_adapter = trainer.model is not trainer.drafter
-    measured: dict[str, Any] = {}  # the newest value of each
-    for entry in trainer.state.log_history:
-        measured |= {key: value for key, value in entry.items() if key.startswith(_SHOWN)}
+    logged = (item for entry in trainer.state.log_history for item in entry.items())
+    measured = {key: value for key, value in logged if key.startswith(_SHOWN)}  # the newest value of each
     return ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -55,13 +55,9 @@ def model_card_of(
         adapter=name if is_adapter else None,
         phases=metadata.get("phases", ()),
         forced=metadata.get("forced", ()),
-        training=_table(_training_facts(trainer)),
+        training=_table(_facts(trainer)),
         evaluation=_table(measured) if measured else None,
     )
-
-
-def _listed(names: str | list[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or [])
 
 
 def _is_hub_name(name: str) -> bool:
@@ -73,11 +69,13 @@ def _table(facts: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| `{name}` | {value} |" for name, value in shown.items())])
 
 
-def _training_facts(trainer: Trainer) -> dict[str, Any]:
+def _facts(trainer: Trainer) -> dict[str, Any]:
     args = trainer.args
     own = sorted({item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)})
-    settings = extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in own}
-    settings["precision"] = {"no": "float32"}.get(args.mixed_precision, args.mixed_precision)  # the launcher's, too
-    settings["optimizer"] = "Muon and AdamW" if args.muon else args.optim.value
-    steps = {"steps": trainer.state.global_step, "epochs": float(trainer.state.epoch or 0)}
-    return steps | settings | {"transformers": transformers_version}
+    facts = {"steps": trainer.state.global_step, "epochs": float(trainer.state.epoch or 0)}
+    facts |= extract_hyperparameters_from_trainer(trainer) | {name: getattr(args, name) for name in own}
+    return facts | {
+        "precision": {"no": "float32"}.get(args.mixed_precision, args.mixed_precision),  # the launcher's, too
+        "optimizer": "Muon and AdamW" if args.muon else args.optim.value,
+        "transformers": transformers_version,
+    }

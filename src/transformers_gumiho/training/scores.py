@@ -1,6 +1,7 @@
 """How good a drafter is: how far it agrees with the target on a text, what that implies, and the measured tau."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,9 @@ def score_predictions(
     Scores each prediction of each row. Arguments as in [`chunked_gumiho_loss`], with an output made with
     `unroll`, so that prediction q is the drafter's at draft position q + 1.
 
-    Args:
-        vocabulary: The tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
-            them alone. The loss terms are then over these tokens. Where the target's choice cannot be drafted, the
-            prediction disagrees.
+    `vocabulary` holds the tokens `(K,)` that may be drafted, if not all, and the output head that scores features for
+    them alone. The loss terms are then over these tokens. Where the target's choice cannot be drafted, the prediction
+    disagrees.
 
     Returns:
         `(B, Q, 2 + T)`: sums over the row's positions of the top-1 agreements with the target, of 1, and of each of
@@ -56,7 +56,7 @@ def score_predictions(
         logits = lm_head(selected.targets[piece])
         top_tokens = logits.argmax(dim=-1)
         logits = logits if token_ids is None else logits[:, token_ids]
-        target = Readout(selected.targets[piece], _computed(logits))
+        target = Readout(selected.targets[piece], partial(_computed, logits))
         for index in range(len(predictions)):
             prediction = Readout(selected.features[index, piece], draft_head)
             drafts = prediction.logits.argmax(dim=-1)
@@ -68,9 +68,8 @@ def score_predictions(
     return table
 
 
-def _computed(logits: torch.Tensor) -> LMHead:
-    """Returns an output head that has run."""
-    return lambda _: logits
+def _computed(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def expected_acceptance_length(agreements: Sequence[float]) -> float:
@@ -85,8 +84,13 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
     """
     Turns the score tables of all rows of an evaluation `(rows, Q, 2 + T)` into metrics: `loss`, its terms, the top-1
     `agreement_k` at each draft position k = 1..Q, and the `expected_acceptance_length` that these imply. The loss sums
-    the terms under the weights of the `Q` predictors.
+    the terms under the weights of the `Q` predictors. Raises `ValueError` where nothing was evaluated.
     """
+    if not table[..., POSITIONS].any():
+        raise UserValueError(
+            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
+            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
+        )
     sums = table.sum(axis=0, dtype=np.float64)
     means = sums / np.maximum(sums[:, POSITIONS : POSITIONS + 1], 1)
     metrics = {"loss": 0.0, "expected_acceptance_length": expected_acceptance_length(means[:, AGREEMENTS])}
@@ -96,16 +100,6 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
             metrics[f"{predictor.name}_{name}"] = value
             metrics["loss"] += weight * value
     return metrics
-
-
-def evaluation_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]) -> dict[str, float]:
-    """As [`agreement_metrics`]. Raises `ValueError` where nothing was evaluated, as no loss or agreement is 0 then."""
-    if not table[..., POSITIONS].any():
-        raise UserValueError(
-            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
-            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
-        )
-    return agreement_metrics(table, drafter_predictors)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The `Trainer` of a drafter."""
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from ..commands import UserFloatingPointError, UserValueError
 from ..generation.verification.target_states import TargetStates
 from ..internals import drive_one_device, note_best_metric
+from ..model.wrappers import as_target
 from . import checks
 from .arguments import GumihoTrainingArguments
 from .budget_trainer import TokenBudgetTrainer
@@ -29,7 +29,7 @@ from .losses.positions import count_positions
 from .losses.predictors import LossWeights, Predictor, predictors
 from .model_card import model_card_of
 from .muon import muon_of
-from .scores import agreement_metrics, evaluation_metrics, score_predictions
+from .scores import agreement_metrics, score_predictions
 from .target_features import OnlineFeatures, add_noise
 from .unrolling import unroll_serial_head
 
@@ -87,7 +87,8 @@ class GumihoTrainer(TokenBudgetTrainer):
     ):
         if not isinstance(args, GumihoTrainingArguments):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
-        checks.check_given(target, kwargs)
+        if isinstance(target, nn.Module):
+            as_target(target)
         self.drafter = drafter = checks.drafter_of(model)
         layers = drafter.config.layers_read(target.config)
         self.target_features = OnlineFeatures(target, layers) if isinstance(target, nn.Module) else target
@@ -98,20 +99,18 @@ class GumihoTrainer(TokenBudgetTrainer):
         if drafter.config.is_eagle3:  # the loss takes an output head as it is
             drafter.lm_head.requires_grad_(False)
         if args.linear_start:
-            checks.check_starts_linearly(model)
+            checks.check_starts_linearly(model, drafter)
         if args.train_only is not None:
             checks.freeze_all_but(args.train_only, model, drafter)
         if not drafter.config.has_embedding:
             drafter.adopt_embedding(self.target_features.embedding)
         # The target is on one device, or split over several that are then all its own.
         drive_one_device(args)
+        num_positions = checks.num_positions(drafter, self.target_features)
         kwargs.setdefault(
-            "data_collator",
-            GumihoDataCollator(
-                drafter.config.get_text_config().vocab_size, checks.num_positions(drafter, self.target_features)
-            ),
+            "data_collator", GumihoDataCollator(drafter.config.get_text_config().vocab_size, num_positions)
         )
-        kwargs.setdefault("compute_metrics", lambda scored: evaluation_metrics(scored.predictions, self._predictors()))
+        kwargs.setdefault("compute_metrics", lambda scored: agreement_metrics(scored.predictions, self._predictors()))
         kwargs.setdefault("optimizer_cls_and_kwargs", muon_of(args))
         if isinstance(kwargs.get("train_dataset"), torch.utils.data.IterableDataset):
             # Each process reads the stream and takes its rows: rows of different lengths cannot be dispatched.
@@ -141,19 +140,14 @@ class GumihoTrainer(TokenBudgetTrainer):
         """Returns the loss of a batch; `num_items_in_batch` `(Q,)` holds the positions of all of its step."""
         states = self.target_features.states(inputs)
         drafter_input = self.drafter_input(states)
+        args, config = self.args, self.drafter.config
         if model.training:
             # Looked at where training diverges: asking in every step would wait for the device.
             self._broken_states += (~torch.isfinite(states.last)).sum()
-            width = self.drafter.config.get_text_config().hidden_size
-            config = self.drafter.config
             if not config.is_eagle3 and config.mtp_reads_normed:  # the noise is of the size of normalized states
-                drafter_input = add_noise(drafter_input, self.args.feature_noise, width)
-        args = self.args
-        settings = {
-            "unroll": unroll_serial_head if args.unroll_serial_head else None,
-            "serial_only": args.train_only == "serial",
-        }
-        output = self._forward(model, inputs, drafter_input, **settings)
+                drafter_input = add_noise(drafter_input, args.feature_noise, config.get_text_config().hidden_size)
+        unroll = unroll_serial_head if args.unroll_serial_head else None
+        output = self._forward(model, inputs, drafter_input, unroll=unroll, serial_only=args.train_only == "serial")
         _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
             output,
@@ -170,9 +164,9 @@ class GumihoTrainer(TokenBudgetTrainer):
             # Gradients are averaged over the processes, and this is a process's share of one average.
             loss = loss * self.accelerator.num_processes
         if model.training:
+            self._steps_of_terms.add(self.state.global_step)
             for name, term in terms.items():  # a batch's share of the terms of a step
                 self._terms[name] = self._terms.get(name, 0) + term
-                self._steps_of_terms[name].add(self.state.global_step)
         return (loss, output) if return_outputs else loss
 
     def prediction_step(
@@ -197,18 +191,14 @@ class GumihoTrainer(TokenBudgetTrainer):
                 "chunk_size": self.args.loss_chunk_size,
             }
             if self._positions_per_row:
-                ids, count = inputs["input_ids"], self._positions_per_row
-                return None, self._kept(score_choices(*scored, ids, positions_per_row=count, **settings)), None
-            scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
-        if prediction_loss_only:
-            metrics = agreement_metrics(scores.cpu().numpy(), self._predictors())
-            return torch.tensor(metrics["loss"], device=scores.device), None, None
-        scores = self._kept(scores)
-        return None, scores, scores[:, 0, 0]
-
-    def _kept(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the scores of a batch `(B, ...)`; their sum where numbers of rows differ."""
-        return scores if self.args.pass_budget is None else scores.sum(dim=0, keepdim=True)
+                settings["positions_per_row"] = self._positions_per_row
+                scores = score_choices(*scored, inputs["input_ids"], **settings)
+            else:
+                scores = score_predictions(*scored, weights=self._loss_weights(), **settings)
+        if self.args.pass_budget is not None:  # batches have different numbers of rows
+            scores = scores.sum(dim=0, keepdim=True)
+        # Without labels, no metrics are computed.
+        return None, scores, None if self._positions_per_row else scores[:, 0, 0]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`, and leaves the weights as they were."""
@@ -285,16 +275,16 @@ class GumihoTrainer(TokenBudgetTrainer):
             FloatingPointError: A loss term is not finite.
         """
         if "loss" in logs and self._terms:
-            sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum").tolist()
-            logs |= (found := {k: v / len(self._steps_of_terms[k]) for k, v in zip(self._terms, sums, strict=True)})
+            sums = self.accelerator.reduce(torch.stack(list(self._terms.values())), "sum")
+            means = (sums / len(self._steps_of_terms)).tolist()
+            logs |= (found := dict(zip(self._terms, means, strict=True)))
             self._forget_terms()
-            if not all(map(math.isfinite, sums)):
+            if not all(map(math.isfinite, means)):
                 raise UserFloatingPointError(self._divergence(f"the loss terms are {found}"))
         super().log(logs, start_time)
 
     def _forget_terms(self) -> None:
-        self._terms: dict[str, Any] = {}
-        self._steps_of_terms: dict[str, set[int]] = defaultdict(set)
+        self._terms, self._steps_of_terms = dict[str, Any](), set[int]()
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Writes the drafter's model card; arguments as in `Trainer.create_model_card`."""

@@ -37,20 +37,12 @@ def unroll_serial_head(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """
-    Drafts the serial tokens, each beyond the first from the feature of the one before it. Layers under gradient
-    checkpointing take no cache: there each step also runs the inputs of the steps before it.
+    Drafts the serial tokens of a [`GumihoModel`], each beyond the first from the feature of the one before it. Layers
+    under gradient checkpointing take no cache: there each step also runs the inputs of the steps before it.
 
-    Args:
-        drafter: A [`GumihoModel`].
-        input_ids (`(B, T)`): As in its `forward`.
-        fused (`(B, T, H)`): The inputs of the first step.
-        attention_mask: As in [`GumihoModel.run_serial_head`].
-        position_ids (`(B, T)`, *optional*): As there.
-        **kwargs: For it.
-
-    Returns:
-        The features of the first step `(B, T, H)`, those of each step after it, and the path inputs
-        `(B, max(T - S, 0), S * H)`.
+    Takes token ids `(B, T)` and the inputs of the first step `(B, T, H)`; all else as `run_serial_head`. Returns the
+    features of the first step `(B, T, H)`, those of each step after it, and the path inputs
+    `(B, max(T - S, 0), S * H)`.
     """
     num_tokens, serial_tokens = input_ids.shape[1], drafter.config.num_serial_tokens
     checkpointing = drafter.training and any(layer.gradient_checkpointing for layer in drafter.serial_layers)
@@ -90,21 +82,14 @@ def unrolled_attention_mask(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Returns the mask under which one pass drafts serial tokens of these steps at every position of a text.
+    Returns the mask under which one pass drafts serial tokens of these `steps` at every position of a text:
+    `(B or 1, 1, inputs of these steps, inputs of all steps so far)`, 0 where an input may look, the lowest number of
+    the dtype where not.
 
-    Step 0 reads the text itself, T inputs. Each later step j reads those of positions t < T-j, from the drafter's own
-    feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of t*, as in drafting.
-
-    Args:
-        fused (`(B, T, H)`): The inputs of step 0, for their number, dtype and device.
-        steps: The steps that the pass runs; it sees those before them, too.
-        attention_mask (`(B, T)`, *optional*): 0 at padding.
-        position_ids (`(B, T)`, *optional*): A new text, which does not see the last one, begins where they restart.
-        window: How many tokens an input sees, itself included; by default all before it.
-
-    Returns:
-        `(B or 1, 1, inputs of these steps, inputs of all steps so far)`: 0 where an input may look, the lowest number
-        of the dtype where not.
+    Step 0 reads the text itself, the T inputs `fused` `(B, T, H)`. Each later step j reads those of positions t < T-j,
+    from the drafter's own feature of step j-1. An input of step j at t sees the text up to t and the earlier steps *of
+    t*, as in drafting; with a `window`, that many tokens, itself included. A new text, which does not see the last,
+    begins where `position_ids` `(B, T)` restart.
     """
     num_tokens, dtype, device = fused.shape[1], fused.dtype, fused.device
     counts = [max(num_tokens - step, 0) for step in range(steps.stop)]

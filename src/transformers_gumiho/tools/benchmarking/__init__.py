@@ -1,7 +1,7 @@
 """Compares ways of decoding on one machine."""
 
 from ..measuring.prompts import Question, read_prompts
-from ..measuring.turns import DecodingMode
+from ..measuring.timing import DecodingMode
 from .command import BenchmarkArguments, benchmark
 from .modes import decoding_modes
 from .runner import run_benchmark

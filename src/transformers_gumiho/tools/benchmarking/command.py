@@ -3,7 +3,7 @@
 import json
 import platform
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,21 @@ from ...files import check_folder, damaged_files_named
 from ...generation.verification.traits import input_device
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.fingerprint import model_fingerprint
+from ...training.data.manifest import begin
 from ...training.data.run_files import ask_before_deleting
 from ..measuring.prompts import read_prompts
 from ..pairs import DraftingArguments, load_pair, prompts_field
 from .modes import decoding_modes
-from .runner import Journal, run_benchmark
+from .runner import run_benchmark
 from .summary import Sample, SummaryRow, markdown, summarize
 
 
 @dataclass(kw_only=True)
 class BenchmarkArguments(DraftingArguments):
-    """The options of `gumiho benchmark`; [`benchmark`] takes them, too. They name a pair, or both models."""
+    """The options of `gumiho benchmark`."""
 
     prompts: str = prompts_field(REQUIRED)
-    output_dir: str = option("Folder for samples, summary, table and pictures.", "benchmark")
+    output_dir: str = option("Folder for samples, summary and table.", "benchmark")
     num_prompts: int | None = option("Number of prompts (default: all).", at_least=1)
     prompts_per_category: int | None = option("Number of prompts of each category (default: all).", at_least=1)
     modes: list[str] = option(
@@ -46,20 +47,13 @@ class BenchmarkArguments(DraftingArguments):
 
 def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     """
-    Compares a drafter with plain decoding and prompt lookup, or the ways of decoding in `args.modes`, in turns, and
-    writes `samples.jsonl`, `summary.json`, `summary.md` and pictures into `args.output_dir`. A stopped run writes what
-    it has. The same options continue it, also with more prompts.
-
-    Returns:
-        The rows of the summary.
+    Compares a drafter with plain decoding and prompt lookup, or other ways of decoding (`args.modes`), and writes
+    samples and their summary into `args.output_dir`. The same options continue a stopped run, also with more prompts.
 
     Raises:
         KeyboardInterrupt: The run was interrupted.
-        ValueError: The options do not name both models, `args.modes` names an unknown mode, or the folder holds a run
-            with other settings.
+        ValueError: `args.modes` names an unknown mode, or the folder holds a run with other settings.
     """
-    from .plots import plot_summary  # needs matplotlib, which is missed before anything is measured
-
     folder = Path(args.output_dir)
     measured = folder / "samples.jsonl"
     if args.restart and measured.exists() and not args.yes:
@@ -71,14 +65,16 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     conditions = _conditions(target, drafter)
     options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
+    options["fields of a sample"] = [field.name for field in fields(Sample)]  # of this version
     if args.restart:
         measured.unlink(missing_ok=True)
+    begin(measured, conditions | options, "Begin anew with --restart, or name another --output_dir.")
     samples: list[Sample] = []
     stopped = False
     try:
         for sample in run_benchmark(
             target, tokenizer, questions, modes, temperatures=args.temperatures, batch_sizes=args.batch_sizes,
-            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=Journal(measured, conditions | options),
+            max_new_tokens=args.max_new_tokens, seed=args.seed, journal=measured,
         ):  # fmt: skip
             samples.append(sample)
     except KeyboardInterrupt:
@@ -89,14 +85,12 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     summary = {"environment": conditions, "arguments": asdict(args), "rows": list(map(asdict, rows))}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(markdown(rows), encoding="utf-8")
-    plot_summary(rows, folder)
     if stopped:
         raise KeyboardInterrupt(f"Stopped. What was measured is in {folder}, and the same command continues.")
     return rows
 
 
 def _load_draft_model(args: BenchmarkArguments, target: PreTrainedModel) -> PreTrainedModel | None:
-    """Returns the small language model of transformers' own assisted generation, if one is named."""
     if args.draft_model is None:
         return None
     check_folder(args.draft_model)
@@ -120,7 +114,7 @@ def _conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]
 
 
 def machine_name(device: torch.device) -> str:
-    """Returns the name of a device. A CPU's name includes the number of threads, on which its speed depends."""
+    """Returns the name of a device, of a CPU with its number of threads."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     path = Path("/proc/cpuinfo")

@@ -9,11 +9,9 @@ from transformers import PreTrainedModel
 from ...commands import UserValueError
 from ...internals import compile_on_every_device
 from ...model.modeling_gumiho import GumihoModel
-from ..measuring.turns import PLAIN, DecodingMode
+from ..measuring.timing import PLAIN, DecodingMode
 
 
-COMPILED = ", compiled"
-PLAIN_COMPILED = PLAIN.name + COMPILED
 PROMPT_LOOKUP = "prompt lookup"
 GUMIHO = "gumiho"
 ASSISTED = "assisted generation"
@@ -25,13 +23,8 @@ def decoding_modes(
     drafter: GumihoModel, names: Sequence[str] = (), draft_model: PreTrainedModel | None = None
 ) -> list[DecodingMode]:
     """
-    Returns ways of decoding, plain first.
-
-    Args:
-        drafter: The Gumiho drafter, with the settings to compare.
-        names: Names of the ways besides plain decoding; by default prompt lookup, the drafter, and the drafter with
-            prompt lookup (without it, where its settings have it).
-        draft_model: A small causal language model for transformers' own assisted generation, if any.
+    Returns ways of decoding: plain, then those of these `names`, by default prompt lookup, the `drafter`, and both.
+    `draft_model` is the small language model of transformers' own assisted generation.
 
     Raises:
         ValueError: A name is unknown, `draft_model` is missing, or it is in no mode.
@@ -47,8 +40,8 @@ def decoding_modes(
     static = {"cache_implementation": "static", "compile_config": compile_on_every_device()}
     known = {mode.name: mode for mode in [PLAIN, *usual]}
     known[ASSISTED] = DecodingMode(ASSISTED, {"assistant_model": draft_model}, is_transformers_own=True)
-    known[PLAIN_COMPILED] = DecodingMode(PLAIN_COMPILED, static)
-    known[GUMIHO + COMPILED] = DecodingMode(GUMIHO + COMPILED, gumiho | static)
+    for name, arguments in ((PLAIN.name, static), (GUMIHO, gumiho | static)):
+        known[f"{name}, compiled"] = DecodingMode(f"{name}, compiled", arguments)
     for name in names or [mode.name for mode in usual]:
         if name not in known and (settings := _tree_settings(drafter, name)) is not None:
             # A measured `break_even` belongs to the tuned tree.

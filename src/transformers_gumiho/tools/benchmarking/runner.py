@@ -7,19 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...commands import UserValueError
 from ...internals import is_stateful
 from ...training.data.bars import progress_bar
-from ...training.data.manifest import begin
 from ...training.data.open_text import encode_turn
 from ...training.data.run_files import append_rows, complete_lines, cut_incomplete_line
 from ..measuring.prompts import Question
-from ..measuring.turns import PLAIN, DecodingMode, Runner
+from ..measuring.timing import DecodingMode, Runner
 from .summary import Sample
 
 
@@ -45,33 +42,6 @@ class _Batch:
         return max(len(question.turns) for question in self.questions)
 
 
-class Journal:
-    """
-    A JSONL file with a line for each batch of conversations, written once all its turns are measured. `known` has the
-    samples of the file by the key of their batch. `settings` are the conditions of the measurements, kept beside it.
-
-    Raises:
-        ValueError: The file was begun with other settings or by another version, or is damaged.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self._path = path
-        begin(path, settings, "Begin anew with --restart, or name another --output_dir.")
-        cut_incomplete_line(path)
-        rows = map(json.loads, complete_lines(path))
-        try:
-            self.known = {row["of"]: [Sample(**sample) for sample in row["samples"]] for row in rows}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserValueError(
-                f"{str(path)!r} holds a line that is damaged, or that another version of this package wrote. Begin "
-                f"anew with --restart, or name another --output_dir."
-            ) from error
-
-    def append(self, key: str, samples: Sequence[Sample]) -> None:
-        """Writes the samples of a batch."""
-        append_rows(self._path, [{"of": key, "samples": list(map(asdict, samples))}])
-
-
 @torch.inference_mode()
 def run_benchmark(
     target: PreTrainedModel,
@@ -83,43 +53,35 @@ def run_benchmark(
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 128,
     seed: int = 0,
-    journal: Journal | None = None,
+    journal: Path | None = None,
 ) -> Iterator[Sample]:
     """
-    Decodes every question in every mode, and yields the samples.
+    Answers every question in every mode, and yields the samples.
 
     Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        questions: The questions to answer.
+        target: The target, with its `tokenizer`.
+        questions: What is asked, for each of the `temperatures` (0 is greedy) and `batch_sizes`.
         modes: Ways of decoding. The first one is plain decoding.
-        temperatures: 0 is greedy.
-        batch_sizes: Numbers of prompts decoded at once.
         max_new_tokens: Maximum number of new tokens for each prompt.
         seed: Seed for sampling, set before each mode.
-        journal: Records the samples of each conversation. Those that it already holds are not measured again.
-
-    Raises:
-        ValueError: The first mode is not plain decoding.
+        journal: A JSONL file that receives a line for each batch of conversations. What it has is not measured again.
     """
-    if not modes or modes[0].name != PLAIN.name:
-        raise UserValueError(f"The first mode must be {PLAIN.name!r}, which the others are compared with.")
-    groups = defaultdict(list)
-    for question in questions:
-        groups[question.category].append(question)
     batches = [
         _Batch(group[start : start + size], temperature, size)
         for temperature, size in product(temperatures, batch_sizes)
-        for group in groups.values()
+        for group in _by_category(questions)
         for start in range(0, len(group), size)
     ]
-    known = {} if journal is None else journal.known
-    num_turns = 0
+    known: dict[str, list[Sample]] = {}
+    if journal is not None:
+        cut_incomplete_line(journal)
+        for row in map(json.loads, complete_lines(journal)):
+            known[row["of"]] = [Sample(**sample) for sample in row["samples"]]
     runner = Runner(target, tokenizer.pad_token_id, max_new_tokens, stages=True)
     # Graphs that are compiled for the longest prompts have room for the others.
     longest = sorted((encode_turn(tokenizer, question.turns[:1], []) for question in questions), key=len, reverse=True)
     with progress_bar(total=sum(batch.num_turns for batch in batches), desc="decoding", unit="batch") as bar:
-        for batch in sorted(batches, key=lambda batch: batch.key not in known):
+        for number, batch in enumerate(sorted(batches, key=lambda batch: batch.key not in known)):
             if batch.key in known:
                 yield from known[batch.key]
                 bar.update(batch.num_turns)
@@ -127,17 +89,24 @@ def run_benchmark(
                 fitting = [mode for mode in modes if _takes(mode, target, batch.batch_size)]
                 runner.warm_up(fitting, longest[: len(batch.questions)], batch.temperature)
                 measured: list[Sample] = []
-                for samples in _converse(runner, tokenizer, batch, fitting, seed, num_turns):
+                is_repeated = number % _BATCHES_PER_REPEAT == 0
+                for samples in _converse(runner, tokenizer, batch, fitting, seed, is_repeated):
                     yield from samples
                     measured += samples
                     bar.update()
                 if journal is not None:
-                    journal.append(batch.key, measured)
-            num_turns += batch.num_turns
+                    append_rows(journal, [{"of": batch.key, "samples": list(map(asdict, measured))}])
+
+
+def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
+    groups = defaultdict(list)
+    for question in questions:
+        groups[question.category].append(question)
+    return list(groups.values())
 
 
 def _takes(mode: DecodingMode, target: PreTrainedModel, batch_size: int) -> bool:
-    """Whether a mode decodes such a batch: transformers' own takes one row, and no target with recurrent states."""
+    """Whether a mode decodes a batch: transformers' own takes one row, and no recurrent target."""
     return not mode.is_transformers_own or (batch_size == 1 and not is_stateful(target))
 
 
@@ -147,16 +116,16 @@ def _converse(
     batch: _Batch,
     modes: Sequence[DecodingMode],
     seed: int,
-    num_turns: int,
+    is_repeated: bool,
 ) -> Iterator[list[Sample]]:
-    """Yields the samples of each turn of a batch. `num_turns` were measured before."""
+    """Yields the samples of each turn of a batch. With `is_repeated`, plain decoding begins twice."""
     answers: list[list[str]] = [[] for _ in batch.questions]
     for turn in range(batch.num_turns):
         asked = [index for index, question in enumerate(batch.questions) if turn < len(question.turns)]
         prompts = [encode_turn(tokenizer, batch.questions[i].turns[: turn + 1], answers[i]) for i in asked]
         taken = runner.compare(modes, prompts, batch.temperature, seed + turn)
         repeat_seconds = None
-        if (num_turns + turn) % _BATCHES_PER_REPEAT == 0:
+        if is_repeated and turn == 0:
             repeat_seconds = runner.decode(modes[0], prompts, batch.temperature, seed + turn).total_seconds
         yield [
             Sample(

@@ -20,7 +20,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Question:
-    """What a user says in a conversation (`turns`), with its `name` and the `category` to which it belongs."""
+    """What a user says in the `turns` of a conversation, with its `name` and `category`."""
 
     name: str
     category: str
@@ -29,19 +29,11 @@ class Question:
 
 def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int | None = None) -> list[Question]:
     """
-    Reads questions, also from the published files of Spec-Bench (`question.jsonl`) and SPEED-Bench (Parquet, or
-    `"nvidia/SPEED-Bench:qualitative"`). Rows whose publisher left a placeholder for the text are left out.
-
-    Args:
-        name: A JSONL, JSON or Parquet file, or a dataset: a folder or a name on the Hub, which may end in `:` and the
-            name of a config. All but JSONL need the `datasets` library. A row has `turns` (a list of texts), `prompt`,
-            `instruction` (and `input`), `question` or `text`, and maybe `category` and `question_id`. Of several
-            splits, `test` is read, or else the first.
-        num_prompts: Maximum number of questions. By default all.
-        per_category: Maximum number of questions per category. By default all.
+    Reads up to `num_prompts` questions, `per_category` of each category, from the file or dataset of this `name`, to
+    which `:` and a config may be added. All but JSONL need `datasets`. A row has `turns`, `prompt`, `instruction` (and
+    `input`), `question` or `text`, and maybe `category` and `question_id`.
 
     Raises:
-        FileNotFoundError: `name` looks like a file, and there is none.
         ValueError: A row has none of these columns, there is no row, or the file is not JSONL in UTF-8.
     """
     seen: Counter[str] = Counter()
@@ -58,8 +50,8 @@ def read_prompts(name: str, *, num_prompts: int | None = None, per_category: int
             questions.append(question)
     if num_placeholders:
         logger.warning(
-            f"Left out {num_placeholders} rows of {name!r}, which hold a placeholder instead of a text. SPEED-Bench's "
-            f"own script fetches these texts: run it, and give the file that it writes."
+            f"Left out {num_placeholders} rows of {name!r}, which hold a placeholder instead of a text. Run "
+            f"SPEED-Bench's own script, and give the file that it writes."
         )
     if not questions:
         raise UserValueError(f"{name!r} holds no questions. A line is JSON, with `turns`, `prompt` or `text`.")
@@ -72,12 +64,9 @@ def _read_questions(name: str) -> Iterator[Question]:
         rows = [{JSON_LINE: line} for line in read_text(name).split("\n")]
     else:
         rows = load_conversations(name, split=None)
-    index = 0
-    for number, row in enumerate(rows, 1):
-        is_blank = JSON_LINE in row and not row[JSON_LINE].strip()
-        if not is_blank:
-            yield _read_question(row, index, f"Row {number} of {name!r}")
-            index += 1
+    for index, row in enumerate(rows):
+        if JSON_LINE not in row or row[JSON_LINE].strip():
+            yield _read_question(row, index, f"Row {index + 1} of {name!r}")
 
 
 def _read_question(row: Mapping[str, Any], index: int, where: str) -> Question:

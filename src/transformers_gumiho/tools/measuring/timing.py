@@ -1,13 +1,14 @@
-"""Times decoding: the prompt apart, and the stages of cycles."""
+"""Times batches that are decoded in several ways, in turns."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from ...generation.drafting.candidate_generator import DraftOrigin
@@ -22,14 +23,13 @@ class DecodingTime:
     What decoding a batch took.
 
     Attributes:
-        seconds: Time from the end of the prompt's pass to the end of the text. With a drafter, a last cycle that
-            drafts nothing, because one token is missing, is left out here and in the next two.
+        seconds: Time from the end of the prompt's pass to the end of the text. A last cycle that drafts nothing,
+            because one token is missing, is left out here and in the next two.
         num_tokens: New tokens of the longest row, without the first one, which comes from the prompt's pass.
         num_passes: Passes of the target: cycles, or steps of plain decoding.
         answers: New tokens of each row, up to its end.
         total_seconds: Time of the call, prompt included.
-        accepted_lengths: For each row, the tokens that each cycle committed, if there are cycles.
-        draft_origins: For each cycle, where its drafts came from.
+        accepted_lengths: As the output of `generate()` has them, like `draft_origins`.
         break_even: Tokens that a drafted pass had to commit, if the drafter paused.
         stages: The stages of cycles, where they were timed; see [`StageTimer.stages`].
     """
@@ -51,7 +51,7 @@ class DecodingTime:
 
 
 def accelerators_of(*models: PreTrainedModel) -> list[torch.device]:
-    """Returns the devices other than the CPU that hold parts of the models, each once."""
+    """Returns the devices other than the CPU that hold parts of the models."""
     places = [place for model in models for place in (getattr(model, "hf_device_map", None) or {}).values()]
     devices = [torch.device(place) for place in places if place != "disk"] + [input_device(model) for model in models]
     return [device for device in dict.fromkeys(devices) if device.type != "cpu"]
@@ -66,9 +66,8 @@ def time_decoding(
     **generate_kwargs: Any,
 ) -> DecodingTime:
     """
-    Decodes a batch (`input_ids` and `attention_mask`, `(B, T)` each), plainly or with an `assistant_model`, and times
-    it. A Gumiho drafter decodes with these `settings`, and has its own again afterwards. `stages` also times the
-    stages of cycles; see [`stage_timer`]. Other arguments go to `generate()`.
+    Decodes a batch (`input_ids` and `attention_mask`, `(B, T)` each) and times it. A Gumiho drafter decodes with these
+    `settings`. `stages` also times the stages of cycles.
     """
     assistant = generate_kwargs.get("assistant_model")
     drafters = [assistant] if isinstance(assistant, GumihoModel) else []
@@ -81,11 +80,10 @@ def time_decoding(
     keep_going = torch.zeros(1, dtype=torch.bool, device=inputs["input_ids"].device)
     if not drafters:
         generate_kwargs["stopping_criteria"] = StoppingCriteriaList([note_first_token])
-    with (
-        temporary_settings(drafters[0], settings or {}) if drafters else nullcontext(),
-        stage_timer(*accelerators_of(target, *drafters), stages=stages and bool(drafters)) as timer,
-    ):
+    timer = StageTimer(accelerators_of(target, *drafters), with_stages=stages)
+    with temporary_settings(drafters[0], settings or {}) if drafters else nullcontext(), observing(timer):
         output = target.generate(**inputs, return_dict_in_generate=True, **generate_kwargs)
+    timer.end = timer.now()
     length = inputs["input_ids"].shape[1]
     ends = target.generation_config.eos_token_id
     num_tokens = output.sequences.shape[1] - length - 1
@@ -98,7 +96,7 @@ def time_decoding(
         num_tokens=num_tokens,
         num_passes=num_passes,
         answers=[_up_to_end(row[length:], ends) for row in output.sequences.tolist()],
-        total_seconds=timer.total,
+        total_seconds=timer.end - timer.start,
         accepted_lengths=getattr(output, "accepted_lengths", None),
         draft_origins=getattr(output, "draft_origins", None),
         break_even=timer.break_even,
@@ -107,7 +105,7 @@ def time_decoding(
 
 
 def _up_to_end(tokens: list[int], ends: int | list[int] | None) -> list[int]:
-    """Returns the tokens up to the first one that ends a text. What follows it is padding."""
+    """Returns the tokens up to the first one that ends a text."""
     last = ends if isinstance(ends, list) else [ends]
     return tokens[: next((index for index, token in enumerate(tokens, 1) if token in last), len(tokens))]
 
@@ -133,12 +131,11 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 
 class StageTimer(GenerationObserver):
     """
-    The times of a generation, by a clock in seconds: its `start`, when the target had read the prompt (`prompt_end`),
-    when nothing more was drafted, as one token was missing (`end_of_drafts`), and its `end`. `num_cycles` counts the
-    passes over trees, and `break_even` is what a drafted pass had to commit, if the drafter paused.
+    The times of a generation: its `start`, when the target had read the prompt (`prompt_end`), when nothing more was
+    drafted (`end_of_drafts`), and its `end`, which the caller takes. With stages, each stage waits for the `devices`.
     """
 
-    def __init__(self, devices: tuple[torch.device, ...], with_stages: bool):
+    def __init__(self, devices: Sequence[torch.device], with_stages: bool):
         self._devices, self._with_stages = devices, with_stages
         self._seconds = defaultdict[Stage, float](float)
         self._begins: list[float] = []  # of the stages that have not ended
@@ -173,31 +170,89 @@ class StageTimer(GenerationObserver):
         synchronize(*self._devices)
         return time.perf_counter()
 
-    @property
-    def total(self) -> float:
-        """The time of the generation."""
-        return self.end - self.start
-
     def stages(self) -> dict[str, float]:
         """
-        Returns the time before the first cycle ("prompt"), of the target's passes over trees ("verify"), of the
-        drafter's passes and the output head over its features ("draft"), of all else ("rest"), and "num_cycles". If
-        the drafting of a cycle is one compiled function, "draft" includes growing the trees.
+        Returns the seconds before the first cycle ("prompt"), of the target's passes ("verify"), of the drafter's
+        ("draft") and of all else ("rest"), and "num_cycles".
         """
-        prompt = self._first_cycle - self.start if self.num_cycles else self.total
+        prompt = (self._first_cycle if self.num_cycles else self.end) - self.start
         # If drafting is compiled, it is one function, whose passes are not observed.
         verify, draft = self._seconds["verify"], self._seconds["drafter_pass"] or self._seconds["draft"]
-        times = {"prompt": prompt, "verify": verify, "draft": draft, "rest": self.total - prompt - verify - draft}
-        return times | {"num_cycles": self.num_cycles}
+        rest = self.end - self.start - prompt - verify - draft
+        return {"prompt": prompt, "verify": verify, "draft": draft, "rest": rest, "num_cycles": self.num_cycles}
 
 
-@contextmanager
-def stage_timer(*devices: torch.device, stages: bool = True) -> Iterator[StageTimer]:
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class DecodingMode:
     """
-    Times the generation with a drafter that this thread runs in the `with` block, on these devices. With `stages`, the
-    devices are waited for at both ends of each stage, so the generation takes longer: this is for their shares.
+    One way of decoding: arguments for `generate()` (`generate_kwargs`), and the drafter's `settings` that it changes.
+    `is_transformers_own` says that it is assisted generation of transformers' own; `name` is that in reports.
     """
-    timer = StageTimer(devices, stages)
-    with observing(timer):
-        yield timer
-    timer.end = timer.now()
+
+    name: str
+    generate_kwargs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_transformers_own: bool = False
+
+
+PLAIN = DecodingMode("plain")
+
+
+class Runner:
+    """
+    Decodes batches in several modes, one after the other, so that a drift of the machine affects all of them. Another
+    one comes first each time. `stages` also times the stages of cycles, for which accelerators decode once more.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, pad_token_id: int | None, max_new_tokens: int, *, stages: bool = False
+    ):
+        self._target, self._pad_token_id, self._max_new_tokens = target, pad_token_id, max_new_tokens
+        self._stages = stages
+        self._warm: set[tuple[str, int, float]] = set()
+        self._num_batches = 0
+
+    def compare(
+        self, modes: Sequence[DecodingMode], prompts: Prompts, temperature: float, seed: int
+    ) -> list[DecodingTime]:
+        """
+        Returns what each mode took for a batch of prompts. Each mode decodes its first batch twice, to warm up. A
+        `temperature` of 0 is greedy. The seed is set before each mode.
+        """
+        self.warm_up(modes, prompts, temperature)
+        order = [(place + self._num_batches) % len(modes) for place in range(len(modes))]
+        self._num_batches += 1
+        taken = {place: self.decode(modes[place], prompts, temperature, seed) for place in order}
+        return [taken[place] for place in range(len(modes))]
+
+    def warm_up(self, modes: Sequence[DecodingMode], prompts: Prompts, temperature: float) -> None:
+        """Decodes a batch in the modes that have not decoded any of this size at this temperature."""
+        for mode in modes:
+            if (way := (mode.name, len(prompts), temperature)) not in self._warm:
+                self.decode(mode, prompts, temperature, 0)
+                self._warm.add(way)
+
+    def decode(self, mode: DecodingMode, prompts: Prompts, temperature: float, seed: int) -> DecodingTime:
+        """Decodes a batch in one mode."""
+        inputs = pad_left(prompts, self._pad_token_id, input_device(self._target))
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": temperature > 0}
+        if temperature:
+            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        options |= {"settings": mode.settings, **mode.generate_kwargs}
+        torch.manual_seed(seed)
+        taken = time_decoding(self._target, inputs, stages=self._stages, **options)
+        if taken.stages is None or not accelerators_of(self._target):
+            return taken
+        torch.manual_seed(seed)
+        return replace(time_decoding(self._target, inputs, **options), stages=taken.stages)
+
+
+def pad_left(prompts: Prompts, pad_token_id: int | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns prompts as a batch `(B, T)`. Without a padding token, token 0 pads: it is masked."""
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    ids = pad_sequence(rows, True, pad_token_id or 0, "left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    return {"input_ids": ids, "attention_mask": mask}

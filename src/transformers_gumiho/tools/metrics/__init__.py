@@ -20,16 +20,15 @@ class AcceptanceStatistics:
     Attributes:
         tau_micro: Tokens per cycle in which the drafter drafted; `None` without such a cycle.
         tau_macro: The same of each prompt, averaged over the prompts.
-        acceptance_per_position: Share of drafted cycles in which at least 1, 2, ... drafted tokens were accepted, up
-            to the longest accepted path.
-        tokens_per_pass: Tokens per pass of the target after the prefill, with passes that had no drafts.
+        acceptance_per_position: Share of drafted cycles in which at least 1, 2, ... drafted tokens were accepted.
+        tokens_per_pass: Tokens per pass after the prefill, also without drafts; `None` without cycles.
         paused_share: Share of the passes in which the drafter was paused.
     """
 
     tau_micro: float | None
     tau_macro: float | None
     acceptance_per_position: list[float]
-    tokens_per_pass: float
+    tokens_per_pass: float | None
     paused_share: float
 
 
@@ -38,9 +37,8 @@ def acceptance_statistics(
 ) -> AcceptanceStatistics:
     """
     Args:
-        accepted_lengths: For each prompt, the tokens that each verification cycle committed, the bonus token included.
-        draft_origins: For each prompt, where the drafts of each cycle came from, as the output's `draft_origins` has
-            it. By default all cycles count as drafted.
+        accepted_lengths: For each prompt, the tokens that each cycle committed, bonus token included.
+        draft_origins: For each prompt, the output's `draft_origins`. By default all cycles count as drafted.
 
     Raises:
         ValueError: There are no cycles, one committed no token, or the origins are of other cycles.

@@ -11,10 +11,10 @@ from transformers_gumiho.tools.metrics import acceptance_statistics
 
 _INPUTS = """
 Args:
-    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed, the bonus
-        token included: what `generate(..., return_dict_in_generate=True).accepted_lengths` holds.
-    draft_origins (`list[list[str]]`, *optional*): For each prompt, `draft_origins` of the same output, so that cycles
-        without drafts do not count in tau. By default all cycles count.
+    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed: the output's
+        `accepted_lengths`.
+    draft_origins (`list[list[str]]`, *optional*): For each prompt, the output's `draft_origins`, so that cycles
+        without drafts do not count in tau.
 
 Returns:
     The fields of `transformers_gumiho.tools.metrics.AcceptanceStatistics`, by name.

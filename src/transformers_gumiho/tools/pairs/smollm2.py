@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: from a package of the Python package index that is installed, or else from the Hub."""
+"""SmolLM2-135M-Instruct, from an installed Python package or from the Hub."""
 
 import os
 import sys
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import cached_assets_path
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import is_gguf_available
 
-from ...commands import UserImportError, UserOSError, UserValueError
+from ...commands import UserImportError, UserValueError, full_disk_told
 
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -30,8 +29,7 @@ _LOADING_FIELDS = ("quantization_config", "_name_or_path", "_model_name_or_path"
 def find_target() -> str:
     """
     Returns the target's folder if the package is installed, which is converted once, and its name on the Hub
-    otherwise. The package's code is not run, and nothing is installed. Standard error says what happens. Raises
-    `ImportError` where the package is installed and `gguf`, which reads it, is not, and what [`convert`] raises.
+    otherwise. The package's code is not run. Raises `ImportError` where `gguf`, which reads it, is not installed.
     """
     folder = cached_assets_path("transformers_gumiho", namespace="smollm2", subfolder="target")
     if (folder / "config.json").exists():
@@ -48,11 +46,7 @@ def find_target() -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
         convert(gguf, Path(work) / "target")
-        try:
-            os.replace(Path(work) / "target", folder)
-        except OSError:  # another process has written one there meanwhile
-            if not (folder / "config.json").exists():
-                raise
+        os.replace(Path(work) / "target", folder)
     return str(folder)
 
 
@@ -67,11 +61,8 @@ def installed_file() -> Path | None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """
-    Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16.
-
-    Raises:
-        OSError: The folder cannot be written.
-        ValueError: The file is damaged.
+    Writes the model and tokenizer of a GGUF file into a new folder, as an ordinary model in bfloat16. Raises
+    `ValueError` for a damaged file, and `OSError` for a full disk.
     """
     # Releases of transformers that have this class would keep the weights quantized.
     config = getattr(transformers, "GgufConfig", None)
@@ -95,11 +86,6 @@ def convert(gguf: Path, folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end, pad_token_id=end, do_sample=False
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    try:
+    with full_disk_told(folder.parent):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserOSError(
-            f"Could not write the target into {str(folder)!r}: {error}. It needs 300 MB: make room, or set `HF_HOME` "
-            f"to another folder."
-        ) from error

@@ -1,4 +1,4 @@
-"""Showing people what a drafter does: answers whose accepted drafts are colored, draft trees, and a web page."""
+"""Shows what a drafter does: answers with their accepted drafts, draft trees, and a web page."""
 
 from .answer_svg import show_answer
 from .answering import Answer, stream_answer

@@ -37,9 +37,8 @@ class AnswerPicture:
 def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> AnswerPicture:
     """
     Draws a text that was generated with a Gumiho drafter, for a notebook: accepted drafts in green, what the target
-    wrote while the drafter paused in gray, and below it tau and the passes.
-
-    If a text ends within an accepted path, its last token is a draft, and is drawn as the target's own token.
+    wrote while the drafter paused in gray, and below it tau and the passes. If a text ends within an accepted path,
+    its last token is drawn as the target's own.
 
     Args:
         output: What `generate(assistant_model=gumiho, return_dict_in_generate=True)` returned.
@@ -47,13 +46,12 @@ def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase
         row: The row of the batch.
 
     Raises:
-        ValueError: The output has no cycles, because the call decoded plainly.
+        ValueError: The output has no cycles.
     """
     lengths = getattr(output, "accepted_lengths", None)
     if lengths is None:
         raise UserValueError(
-            f"Only the output of a drafted call has cycles to show, got a {type(output).__name__}. Call `generate()` "
-            f"with a Gumiho drafter and `return_dict_in_generate=True`."
+            "The output has no cycles. Call `generate()` with a Gumiho drafter and `return_dict_in_generate=True`."
         )
     tokens = output.sequences[row].cpu()
     # Rows that ended early are padded up to the longest one, whose tokens say where the prompt ends.
@@ -74,24 +72,17 @@ def show_answer(output: GumihoGenerateOutput, tokenizer: PreTrainedTokenizerBase
 
 def _accepted_chain(tokens: list[int], origin: DraftOrigin) -> Cycle:
     """Returns a cycle that committed these tokens, the last one as its bonus token."""
-    *drafts, bonus = tokens
-    depths = range(len(drafts) + 1)
-    return Cycle(
-        tokens=(0, *drafts),
-        parents=(0, *depths[:-1]),
-        scores=(0.0,) * len(depths),
-        accepted=tuple(depths[1:]),
-        bonus_token=bonus,
-        origin=origin,
-    )
+    num_nodes = len(tokens)
+    parents = tuple(max(node - 1, 0) for node in range(num_nodes))
+    accepted = tuple(range(1, num_nodes))
+    return Cycle((0, *tokens[:-1]), parents, (0.0,) * num_nodes, accepted, tokens[-1], origin)
 
 
 def answer_svg(answer: Answer, prompt: str | None = None) -> str:
     """Returns an answer as an SVG, with its prompt above it and its passes below it."""
-    above = [] if prompt is None else [*_of_kind(f"> {prompt}\n\n", "caption")]
-    text = [pair for piece in answer.pieces for pair in _of_kind(piece.text, piece.source)]
-    below = _of_kind(f"\n\n{describe_passes(answer)}", "caption")
-    lines = _wrap([*above, *text, *below])
+    above = [] if prompt is None else [(f"> {prompt}\n\n", "caption")]
+    parts = [*above, *answer.pieces, (f"\n\n{describe_passes(answer)}", "caption")]
+    lines = _wrap([(character, kind) for text, kind in parts for character in text])
     drawn = "".join(_text(number, line) for number, line in enumerate(lines, 1))
     width, height = round(_COLUMNS * _CHARACTER) + 2 * _MARGIN, len(lines) * _LINE + 2 * _MARGIN
     return (
@@ -99,10 +90,6 @@ def answer_svg(answer: Answer, prompt: str | None = None) -> str:
         'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14">\n'
         f'<rect width="100%" height="100%" rx="8" fill="{_GROUND}"/>\n{drawn}</svg>\n'
     )
-
-
-def _of_kind(text: str, kind: str) -> Characters:
-    return [(character, kind) for character in text]
 
 
 def _wrap(characters: Characters) -> list[Characters]:

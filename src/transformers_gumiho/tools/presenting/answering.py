@@ -19,31 +19,26 @@ Source = Literal["draft", "pause", "target"]
 
 
 class Piece(NamedTuple):
-    """A piece of an answer, in complete characters. `source` is "draft" if it holds accepted drafts alone."""
+    """
+    A piece of an answer, in complete characters. Its `source` is "draft" if it holds accepted drafts alone, and
+    "pause" for what the target wrote while the drafter paused.
+    """
 
     text: str
     source: Source
-
-    @property
-    def is_draft(self) -> bool:
-        """Whether it holds accepted drafts alone."""
-        return self.source == "draft"
 
 
 @dataclass
 class Answer(BaseStreamer):
     """
-    An answer as it is written. One thread writes it, and others may read it.
+    An answer as it is written: its new `tokens`. One thread writes it, and others may read it.
 
     Attributes:
-        tokens: The new tokens.
-        pieces: Their text. A character that needs a token of the target's own is no accepted draft. What the target
-            writes alone while the drafter pauses is a "pause".
+        pieces: Their text. A character that needs a token of the target's own is no accepted draft.
         cycles: The verification cycles that made all tokens but the first, which is chosen after the prompt.
         seconds: From the prompt to the newest token, without `waited`.
         waited: Seconds in which other answers had the models.
-        progress: Its state.
-        problem: Why it failed.
+        progress: Its state; if it failed, `problem` says why.
         on_step: Called after each cycle, and after each token that is in none. A `KeyboardInterrupt` ends the answer.
     """
 
@@ -58,12 +53,12 @@ class Answer(BaseStreamer):
 
     @property
     def tau(self) -> float | None:
-        """The mean acceptance length: tokens per *drafted* cycle, bonus tokens included. `None` without one."""
-        return _tokens_per_cycle([cycle for cycle in list(self.cycles) if cycle.is_drafted])
+        """Tokens per drafted cycle, bonus tokens included. `None` without one."""
+        return _tokens_per_cycle([cycle for cycle in list(self.cycles) if cycle.origin.source == "drafter"])
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Tokens per pass of the target, also of passes without drafts. The prefill and its token do not count."""
+        """Tokens per pass of the target after the prefill, also of passes without drafts."""
         return _tokens_per_cycle(list(self.cycles))
 
     @property
@@ -147,16 +142,8 @@ def stream_answer(
     temperature: float,
 ) -> Answer:
     """
-    Writes an answer to a prompt, and returns it. Ctrl-C ends it.
-
-    Args:
-        target: The target.
-        tokenizer: Its tokenizer.
-        drafter: The drafter; `None` decodes plainly.
-        prompt: Token ids.
-        answer: The answer to write.
-        max_new_tokens: The most to generate.
-        temperature: 0 is greedy; what else there is to sampling is in the target's `generation_config`.
+    Writes the answer of a `target`, with its `tokenizer`, to a prompt of token ids, and returns it. It has up to
+    `max_new_tokens`. Without a `drafter`, plain decoding answers. A `temperature` of 0 is greedy. Ctrl-C ends it.
     """
     # What a greedy target's configuration says of sampling would only be warned about.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -178,10 +165,7 @@ def stream_answer(
 
 
 def first_difference(answer: Answer, plain: Answer) -> int | None:
-    """
-    Returns the index of the first token in which two answers differ, `None` for none. What is still to come of an
-    answer is no difference.
-    """
+    """Returns the index of the first token in which two answers differ; what is still to come is no difference."""
     # Before the tokens are read, which may be written meanwhile.
     are_done = answer.progress == plain.progress == "done"
     ours, theirs = list(answer.tokens), list(plain.tokens)
@@ -191,10 +175,7 @@ def first_difference(answer: Answer, plain: Answer) -> int | None:
 
 @torch.inference_mode()
 def logit_gap(target: PreTrainedModel, prompt: Sequence[int], answer: Answer, plain: Answer) -> float | None:
-    """
-    Returns how far apart the target's logits are for the two tokens in which answers to a prompt first differ, `None`
-    where there are no two.
-    """
+    """Returns how far apart the target's logits of the first two tokens are in which answers to a prompt differ."""
     place = first_difference(answer, plain)
     if place is None or place >= min(len(answer.tokens), len(plain.tokens)):
         return None

@@ -1,23 +1,13 @@
 """The options of `gumiho generate`, `gumiho show` and `gumiho demo`."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ...commands import REQUIRED, option
 from ..pairs import DraftingArguments, prompts_field
 
 
 @dataclass(kw_only=True)
-class TerminalArguments(DraftingArguments):
-    """The options of the commands that write into a terminal."""
-
-    color: Literal["auto", "always", "never"] = option(
-        "`auto` colors text in a terminal, unless NO_COLOR is set.", "auto"
-    )
-
-
-@dataclass(kw_only=True)
-class GenerateArguments(TerminalArguments):
+class GenerateArguments(DraftingArguments):
     """The options of `gumiho generate`; [`generate`] takes them, too."""
 
     prompt: str | None = option("Prompt to answer (default: each line that you type).")
@@ -36,7 +26,7 @@ class GenerateArguments(TerminalArguments):
 
 
 @dataclass(kw_only=True)
-class ShowArguments(TerminalArguments):
+class ShowArguments(DraftingArguments):
     """The options of `gumiho show`; [`show`] takes them, too."""
 
     prompt: str = option("Prompt to decode.", REQUIRED)

@@ -1,6 +1,5 @@
 """`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
-import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ...commands import UserOSError, UserValueError, as_user_errors
+from ...commands import UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
@@ -37,31 +36,24 @@ def generate(args: GenerateArguments) -> list[Answer]:
     """
     Generates text for a prompt, or for every line that you type, and highlights accepted draft tokens. Below it stand
     the acceptance length tau and the speed. If the tokenizer has a chat template, the lines are a conversation;
-    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation. Prompts of options end with an
-    interrupted answer. `--compare` also generates without the drafter, from the same random numbers.
-
-    Returns:
-        The answers with the drafter.
+    otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation.
 
     Raises:
-        ValueError: Both `args.prompt` and `args.prompts` are given, a prompt has no tokens, or `args.output` is no
-            .svg file.
+        ValueError: Options contradict each other, a prompt has no tokens, or `args.output` is no .svg file.
     """
     if args.prompt is not None and args.prompts is not None:
         raise UserValueError("--prompt and --prompts cannot be given together. Leave one of them out.")
-    if args.output is not None:
-        _check_output(args.output)
-        if args.prompt is None:
-            raise UserValueError("--output draws one answer. Give its --prompt.")
+    _check_output(args.output)
+    if args.output is not None and args.prompt is None:
+        raise UserValueError("--output draws one answer. Give its --prompt.")
     conversations: list[Iterable[str]] = [_typed_lines() if args.prompt is None else [args.prompt]]
-    if args.prompt is None and args.prompts is not None:
+    if args.prompts is not None:
         conversations = [question.turns for question in read_prompts(args.prompts)]
     models = load_pair(args)
     tokenizer = models[1]
     answers: list[Answer] = []
     for lines in conversations:
-        turns: list[str] = []
-        texts: list[str] = []
+        turns, texts = list[str](), list[str]()
         for line in lines:
             turns.append(line)
             prompt = _encode(tokenizer, turns, texts, args.system)
@@ -77,16 +69,12 @@ def generate(args: GenerateArguments) -> list[Answer]:
 def show(args: ShowArguments) -> Cycle:
     """
     Draws the draft tree of one verification cycle of a greedy text: each node with its probability, the accepted path
-    and the bonus token.
-
-    Returns:
-        The cycle.
+    and the bonus token. Returns the cycle.
 
     Raises:
         ValueError: The text ends before this cycle, or `args.output` is no .svg file.
     """
-    if args.output is not None:
-        _check_output(args.output)
+    _check_output(args.output)
     target, tokenizer, drafter = load_pair(args)
     prompt = _encode(tokenizer, [args.prompt], [])
 
@@ -106,15 +94,15 @@ def show(args: ShowArguments) -> Cycle:
         raise UserValueError(f"The text ends after {num_cycles} cycles, before --step {args.step}.")
     cycle = answer.cycles[-1]
     labels = label_cycle(tokenizer, [*prompt, *answer.tokens_before(args.step - 1)], cycle)
-    drawn = draw_in_terminal(cycle, labels, colors=wants_colors(args.color, sys.stdout))
+    drawn = draw_in_terminal(cycle, labels, colors=wants_colors(sys.stdout))
     sys.stdout.write(f"cycle {args.step}, {drawn}\n")
     if args.output is not None:
         _draw_into(args.output, tree_svg(cycle, labels, is_alone=True) + "\n")
     return cycle
 
 
-def _check_output(output: str) -> None:
-    if Path(output).suffix != ".svg":
+def _check_output(output: str | None) -> None:
+    if output is not None and Path(output).suffix != ".svg":
         raise UserValueError(f"A picture is drawn into an .svg file, got --output {output}. Change its ending.")
 
 
@@ -128,16 +116,9 @@ def demo(args: DemoArguments) -> None:
     """
     Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
     drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
-
-    Raises:
-        ImportError: Gradio is not installed.
-        KeyboardInterrupt: Ctrl-C ended it.
-        OSError: The pair cannot be downloaded, the port is taken, or the host is no address of this machine.
-        ValueError: The options do not name a pair, or a limit is below 1.
     """
-    _check_address(args.host, args.port or 0)
     page = make_page(args)
-    with as_user_errors():  # the port may be taken by now
+    with as_user_errors():  # such as a port that is taken
         # Quiet, because Gradio would advertise public links.
         _, address, _ = page.launch(
             server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True, quiet=True
@@ -151,18 +132,6 @@ def demo(args: DemoArguments) -> None:
         page.close()
 
 
-def _check_address(host: str, port: int) -> None:
-    """Raises `OSError` where nothing can listen: Gradio would try for minutes, after the models are loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host.strip("[]"), port), family=family).close()
-    except (OSError, OverflowError) as error:
-        raise UserOSError(
-            f"Nothing can listen on --host {host}{f' --port {port}' if port else ''}: {error}. Give an address of "
-            f"this machine, or 0.0.0.0, and a free port."
-        ) from error
-
-
 def make_page(args: DemoArguments) -> "gradio.Blocks":
     """Returns the page of [`demo`], for a Space or a program of yours; its `launch()` opens it."""
     # Only the page needs Gradio; whoever lacks it should not wait for the models first.
@@ -173,9 +142,9 @@ def make_page(args: DemoArguments) -> "gradio.Blocks":
 
 
 def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: int) -> Answer:
-    """Writes the answer to a prompt, and to compare that of plain decoding below it."""
+    """Writes the answer to a prompt, and plain decoding's below it to compare."""
     target, tokenizer, drafter = models
-    colors = wants_colors(args.color, sys.stdout)
+    colors = wants_colors(sys.stdout)
 
     def answer_with(assistant: GumihoModel | None, max_new_tokens: int, is_shown: bool = True) -> Answer:
         answer = Answer()
@@ -217,7 +186,7 @@ def _encode(
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yields the lines that are typed, or that standard input has, until its end; empty ones are left out."""
+    """Yields the lines that are typed, or that standard input has; empty ones are left out."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # gives `input` its editing keys, where there is one

@@ -1,4 +1,4 @@
-"""What happens in each verification cycle: the drafted tree, what the target took from it, and its tokens as text."""
+"""What happens in each verification cycle, and its tokens as text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,10 +29,9 @@ class Cycle:
     Attributes:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
-        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which the
-            tree's nodes were chosen, 0 for the root: the drafter's, and for prompt-lookup drafts an estimate.
+        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
-        bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
+        bonus_token: The target's token after the last of them. `None` where the text ended before.
         origin: Where its tokens come from.
     """
 
@@ -42,11 +41,6 @@ class Cycle:
     accepted: tuple[int, ...]
     bonus_token: int | None
     origin: DraftOrigin = field(default_factory=lambda: DraftOrigin("drafter"))
-
-    @property
-    def is_drafted(self) -> bool:
-        """Whether the drafter drafted. Cycles of a pause and of the end do not count."""
-        return self.origin.source == "drafter"
 
     @property
     def is_paused(self) -> bool:
@@ -61,16 +55,13 @@ class Cycle:
 
     @property
     def above(self) -> tuple[int, ...]:
-        """The node above each node, and above the bonus token, if there is one: it is drawn as a node after them."""
+        """The node above each node, and above the bonus token, if there is one."""
         last_accepted = self.accepted[-1] if self.accepted else 0
         return self.parents if self.bonus_token is None else (*self.parents, last_accepted)
 
     @property
     def expected_accepted(self) -> float:
-        """
-        The number of drafted tokens that are expected to be accepted: the sum of all path probabilities. For a chain
-        this is `sum_k prod_{i<=k} p_i`, as in Gumiho's paper.
-        """
+        """The sum of the path probabilities: of a chain, `sum_k prod_{i<=k} p_i`, as in Gumiho's paper."""
         return sum(self.path_probability(node) for node in range(1, len(self.tokens)))
 
     @property
@@ -97,8 +88,7 @@ class Cycle:
 
 def watch_cycles(on_cycle: Callable[[Cycle], None]) -> AbstractContextManager[None]:
     """
-    Calls `on_cycle` after each verification cycle of this thread's generations within it, whose tokens a streamer has
-    then received. The choice of the first token, after the prompt, is no cycle. In a `with` block, `generate()` raises
+    In a `with` block, calls `on_cycle` after each verification cycle of this thread's generations. `generate()` raises
     `ValueError` for a batch of several sequences.
     """
     return observing(_CycleWatcher(on_cycle))
@@ -128,14 +118,14 @@ class _CycleWatcher(GenerationObserver):
 
 @dataclass(frozen=True)
 class CycleLabels:
-    """The end of the text before the root, and in quotes the text of each node, and then of the bonus token."""
+    """The end of the text before the root, and the text of each node and of the bonus token, in quotes."""
 
     context: str
     nodes: tuple[str, ...]
 
 
 def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cycle: Cycle) -> CycleLabels:
-    """Returns the texts of a cycle's tokens. `committed` is the text before the cycle, its last token the root."""
+    """Returns the texts of a cycle's tokens after the `committed` ones, whose last one is the root."""
     before = list(committed[-CONTEXT:-1])
     tokens = cycle.tokens if cycle.bonus_token is None else (*cycle.tokens, cycle.bonus_token)
     paths: list[list[int]] = []
@@ -146,7 +136,7 @@ def label_cycle(tokenizer: PreTrainedTokenizerBase, committed: Sequence[int], cy
 
 
 def _label(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
-    """Returns the text that a token adds to the text before it; its name where that is not a complete character."""
+    """Returns the text that a token adds, or its name where that is not a complete character."""
     start, longer = tokenizer.decode(before), tokenizer.decode([*before, token])
     text = longer[len(start) :]
     if not longer.startswith(start) or not text or INCOMPLETE in text:

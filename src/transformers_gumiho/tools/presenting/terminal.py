@@ -6,7 +6,6 @@ from typing import TextIO
 
 import torch
 
-from ..measuring.pauses import why_paused
 from .answering import Answer, first_difference
 from .cycles import Cycle, CycleLabels
 
@@ -23,10 +22,8 @@ _ORIGINS = {
 }
 
 
-def wants_colors(choice: str, stream: TextIO) -> bool:
-    """Returns whether to write colors to `stream`; `"auto"` asks for a terminal, and respects https://no-color.org."""
-    if choice != "auto":
-        return choice == "always"
+def wants_colors(stream: TextIO) -> bool:
+    """Whether to write colors to `stream`: to a terminal, as https://no-color.org says."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -36,13 +33,13 @@ def colored(text: str, wanted: bool = True) -> str:
 
 
 def write_new_pieces(answer: Answer, stream: TextIO, colors: bool) -> Callable[[], None]:
-    """Returns a function that writes what is new of an answer to `stream`, with drafts in color if wanted."""
+    """Returns a function that writes what is new of an answer to `stream`."""
     num_written = 0
 
     def write() -> None:
         nonlocal num_written
         for piece in answer.pieces[num_written:]:
-            stream.write(colored(piece.text, colors and piece.is_draft))
+            stream.write(colored(piece.text, colors and piece.source == "draft"))
         num_written = len(answer.pieces)
         stream.flush()
 
@@ -64,14 +61,19 @@ def describe_passes(answer: Answer, colors: bool = False) -> str:
 
 
 def describe_answer(answer: Answer, dtype: torch.dtype, colors: bool) -> str:
-    """Returns the lines below an answer: tau, passes, speed and precision, and why the drafter paused."""
+    """Returns the lines below an answer."""
     parts = [describe_passes(answer, colors), f"{answer.speed:.1f} tokens/s", _name_of(dtype)]
     if answer.progress != "done":
         parts.append("interrupted")
     line = f"[{' | '.join(parts)}]"
-    costs = [cycle.origin.break_even for cycle in answer.cycles if cycle.is_paused]
-    reason = why_paused(len(costs), len(answer.cycles), costs[-1] if costs else None)
-    return f"{line}\n[{reason}]" if reason else line
+    if not answer.num_paused:
+        return line
+    (break_even, *_) = [cycle.origin.break_even or 1.0 for cycle in answer.cycles if cycle.is_paused]
+    return (
+        f"{line}\n[The drafter was paused in {answer.num_paused} of {len(answer.cycles)} passes: drafting costs "
+        f"{break_even - 1:.1f} steps of plain decoding here, so a pass must commit {break_even:.1f} tokens. "
+        f"--break_even 1 never pauses.]"
+    )
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -79,10 +81,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: float | None = None) -> str:
-    """
-    Returns the lines below plain decoding's answer: its speed, the speed-up, and whether both texts are the same.
-    `dtype` is that of the target, and `gap` the [`logit_gap`] of greedy answers.
-    """
+    """Returns the lines below plain decoding's answer. `gap` is the [`logit_gap`] of greedy answers."""
     speed = f"[plain decoding | {plain.speed:.1f} tokens/s | {len(plain.tokens)} tokens"
     if plain.progress != "done":
         return f"{speed} | interrupted, so not compared]"
@@ -97,10 +96,7 @@ def describe_comparison(answer: Answer, plain: Answer, dtype: torch.dtype, gap: 
 
 
 def draw_in_terminal(cycle: Cycle, labels: CycleLabels, *, colors: bool) -> str:
-    """
-    Returns the draft tree of a cycle, a line for each node. `colors` marks the accepted path, which has its marks
-    either way.
-    """
+    """Returns the draft tree of a cycle, a line for each node."""
     lines = [
         f"after {labels.context}",
         "",

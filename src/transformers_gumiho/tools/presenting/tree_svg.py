@@ -19,10 +19,7 @@ Place = tuple[int, int]
 
 
 def lay_out(cycle: Cycle) -> list[Place]:
-    """
-    Returns the column and the row of each node of a cycle's draft tree, and of its bonus token, if there is one. The
-    root is in the first column, and a node in the row of its best child.
-    """
+    """Returns the column and row of each node and of the bonus token. A node is beside its best child."""
     places, num_rows = [(0, 0)] * len(cycle.above), 0
 
     def place(node: int, column: int) -> None:
@@ -38,10 +35,7 @@ def lay_out(cycle: Cycle) -> list[Place]:
 
 
 def tree_svg(cycle: Cycle, labels: CycleLabels, is_alone: bool = False) -> str:
-    """
-    Returns an SVG element that draws the draft tree of a cycle, from the root on the left to its deepest nodes. The
-    same cycle gives the same text. One that stands alone (`is_alone`) has a white ground, and says what it shows.
-    """
+    """Returns the draft tree of a cycle as an SVG element. One that `is_alone` says what it shows."""
     places = lay_out(cycle)
     lines, boxes = [], [_box(places[0], labels.nodes[0], "newest token", "currentColor", 2)]
     for node, above in enumerate(cycle.above[1:], 1):

@@ -1,8 +1,7 @@
 """Finds the settings with which a drafter is fastest on a machine."""
 
 from .command import TuningArguments, tune
-from .contest import Standing
-from .result import TuningResult, describe
+from .contest import Standing, TuningResult, describe
 from .trees import Tree
 
 

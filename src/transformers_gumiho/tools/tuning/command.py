@@ -1,13 +1,13 @@
-"""`gumiho tune`: finds the settings that decode fastest on this machine, and saves them with the drafter."""
+"""`gumiho tune`: finds and saves the settings that decode fastest on this machine."""
 
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, logging
 
 from ...commands import UserOSError, UserValueError, make_folder, option
 from ...files import check_is_no_snapshot
@@ -16,16 +16,18 @@ from ...model.modeling_gumiho import GumihoModel
 from ...model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
-from ..measuring.turns import Prompts, Runner
+from ..measuring.timing import Prompts, Runner
 from ..pairs import PairArguments, load_pair, prompts_field, settings_of
-from .contest import Contests, Standing
-from .result import TuningResult
-from .trees import Tree, list_sizes, list_trees, list_vocabularies
+from .contest import Contests, TuningResult
+from .trees import Tree, list_sizes, list_trees
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(kw_only=True)
 class TuningArguments(PairArguments):
-    """The options of `gumiho tune`; [`tune`] takes them, too. They name a pair, or a target and an assistant."""
+    """The options of `gumiho tune`."""
 
     prompts: str | None = prompts_field(without=" Without it, the target samples its own prompts.")
     output_dir: str | None = option("Receives `generation_config.json` (default: the drafter's folder).")
@@ -33,19 +35,17 @@ class TuningArguments(PairArguments):
     max_new_tokens: int = option("Maximum number of tokens per prompt.", 64, at_least=1)
     batch_sizes: list[int] = option("Numbers of rows for which to choose a tree size.", [1, 4, 8], at_least=1)
     temperature: float = option("Sampling temperature to tune for; 0 is greedy.", 0.0, at_least=0)
-    tune_vocabulary: bool = option("Also choose the tokens that may be drafted.", True)
+    tune_vocabulary: bool = option("Also try all tokens, where the drafter has a draft vocabulary.", True)
 
 
 def tune(args: TuningArguments) -> TuningResult:
     """
-    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`. Some fifteen
-    trees decode prompts in turns with plain decoding, and the slower half leaves after each round.
+    Finds the settings that decode fastest on this machine, and saves them in `generation_config.json`.
 
     Raises:
         KeyboardInterrupt: The run was stopped.
         OSError: The folder cannot be written to, or holds links to files elsewhere.
-        ValueError: An option is out of range, there is no folder to write into, or the target has no token to begin
-            prompts with.
+        ValueError: There is no folder to write into.
     """
     questions = None if args.prompts is None else read_prompts(args.prompts, num_prompts=args.num_prompts)
     args = args.resolved()
@@ -67,8 +67,7 @@ def tune(args: TuningArguments) -> TuningResult:
     make_folder(folder)
     own = settings_of(target, drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth
-    tree = Tree(*shape, own.draft_temperature, "all" if own.draft_vocabulary is None else "own")
-    trees = list_trees(drafter.config, tree, TargetTraits.of(target).is_chain)
+    trees = list_trees(drafter.config, Tree(*shape, own.draft_temperature), TargetTraits.of(target).is_chain)
     runner = Runner(target, tokenizer.pad_token_id, args.max_new_tokens)
     try:
         result = find_settings(runner, drafter, trees, prompts, args)
@@ -98,16 +97,12 @@ def find_settings(
     runner: Runner, drafter: GumihoModel, trees: Sequence[Tree], prompts: Prompts, args: TuningArguments
 ) -> TuningResult:
     """
-    Compares trees, then vocabularies, then sizes for more rows, and times the winners on other prompts. The first tree
-    is the drafter's own, which has its own settings again after each turn.
-
-    Raises:
-        ValueError: There are fewer than two prompts, or all texts end with their first token.
+    Compares trees, of which the first is the drafter's own, then vocabularies, then sizes for more rows, and times the
+    winners on other prompts. Raises `ValueError` for fewer than two prompts.
     """
     if len(prompts) < 2:
         raise UserValueError(
-            f"Tuning needs two prompts, to choose settings on one and time them on the other, got {len(prompts)}. "
-            f"Give more, or raise `num_prompts`."
+            f"Tuning needs two prompts, one of them to time the winner, got {len(prompts)}. Raise `num_prompts`."
         )
     contests = Contests(runner, drafter)
     # Two thirds of the prompts are for the contests.
@@ -116,28 +111,25 @@ def find_settings(
     first, *further = sorted(set(args.batch_sizes))
     by_tree = contests.hold("trees", trees, seen, first, args.temperature)
     winner = next(iter(by_tree))
-    by_vocabulary: dict[Tree, Standing] = {}
-    vocabularies = list_vocabularies(winner, contests.vocab_size)
-    # A drafter's own output head scores a part of the vocabulary already, and no other tokens.
-    has_choice = len(vocabularies) > 1 and drafter.config.draft_vocab_size is None
-    if args.tune_vocabulary and has_choice and len(seen) > 1:
-        # A list is counted on the first half of the prompts and compared on the second half, because it loses no
-        # tokens on the texts that it was counted on. What is saved is counted on both halves.
-        half = len(seen) // 2
-        contests.count(seen[:half])
-        by_vocabulary = contests.hold("vocabularies", vocabularies, seen[half:], first, args.temperature)
+    by_vocabulary = {}
+    # A drafter's own output head scores a part of the vocabulary, and no other tokens.
+    has_choice = (
+        getattr(drafter.generation_config, "draft_vocabulary", None) and drafter.config.draft_vocab_size is None
+    )
+    if args.tune_vocabulary and has_choice:
+        both = [winner, replace(winner, drafts_all_tokens=True)]
+        by_vocabulary = contests.hold("vocabularies", both, seen, first, args.temperature)
         winner = next(iter(by_vocabulary))
-        contests.count(seen)
-    chosen, refused = {first: winner}, {}
+    chosen = {first: winner}
     for rows in further:
         try:
             of_rows = contests.hold(f"{rows} rows", list_sizes(winner), seen, rows, args.temperature)
             chosen[rows] = next(iter(of_rows))
         except ValueError as error:  # some targets cannot verify drafts in padded batches
-            refused[rows] = str(error)
+            logger.warning(f"Not tuned for {rows} rows: {error}")
     finals = {}
     for kind, temperature in (("greedy", 0.0), ("sampled", args.temperature or 1.0)):
         for rows, tree in chosen.items():
             final = contests.hold(f"{rows} rows, {kind}", [tree], unseen, rows, temperature, is_final=True)
             finals[kind, rows] = final[tree]
-    return TuningResult(trees[0], by_tree, by_vocabulary, chosen, contests.counted, finals, refused)
+    return TuningResult(trees[0], by_tree, by_vocabulary, chosen, finals)

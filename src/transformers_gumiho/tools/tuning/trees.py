@@ -1,7 +1,7 @@
 """The trees that compete."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ...model.configuration_gumiho import GumihoConfig
 from ...model.decoding_settings import DRAFT_TEMPERATURE
@@ -15,8 +15,6 @@ _MAX_SHALLOW = 12
 _SERIAL_DEPTHS = (3, 5, 8)
 # Favors probable nodes more than the default does.
 _SHARP_TEMPERATURE = 0.3
-# A smaller output head saves hardly any more time.
-_MIN_COUNTED = 2048
 # Sizes that compete for each further number of rows.
 _NUM_SIZES = 5
 
@@ -27,26 +25,26 @@ class Tree:
     The decoding settings that are tuned; see [`DraftingSettings`] for their meanings.
 
     Attributes:
-        vocabulary: The tokens that may be drafted: all, the drafter's own list, or a counted list.
+        drafts_all_tokens: Whether a drafter that has a draft vocabulary drafts all tokens instead.
     """
 
     num_assistant_tokens: int
     branching_factor: int
     tree_depth: int
     draft_temperature: float | tuple[float, ...] = DRAFT_TEMPERATURE
-    vocabulary: Literal["all", "own", "counted"] = "all"
+    drafts_all_tokens: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
-        """These settings as fields of a generation config, without the vocabulary."""
-        return {name: value for name, value in asdict(self).items() if name != "vocabulary"}
+        """These settings as fields of a generation config."""
+        settings = asdict(self)
+        return settings | ({"draft_vocabulary": None} if settings.pop("drafts_all_tokens") else {})
 
 
 def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[Tree]:
     """
-    Returns some ten trees, all with the vocabulary of the drafter's own tree, which is the first of them, and with its
-    draft temperatures where they are calibrated: otherwise some fifteen, with two temperatures. For a target that
-    verifies chains only, returns one chain of each depth.
+    Returns some fifteen trees, the drafter's own first, with two temperatures: some ten where its own are calibrated.
+    For a target that verifies chains only, returns one chain of each depth.
     """
     deepest = config.max_draft_depth
     # Without the parallel heads a cycle has one pass less. A block drafter runs half of its block instead.
@@ -67,23 +65,11 @@ def list_trees(config: GumihoConfig, own: Tree, verifies_chains: bool) -> list[T
         for size, width in _SHAPES:
             trees += [Tree(size, width, min(deepest, size), temperature) for temperature in temperatures]
             trees += [Tree(size, width, min(shallow, size), usual)] if size <= _MAX_SHALLOW else []
-    return list(dict.fromkeys(replace(tree, vocabulary=own.vocabulary) for tree in trees))
+    return list(dict.fromkeys(trees))
 
 
 def list_sizes(winner: Tree) -> list[Tree]:
-    """Returns the winner and smaller trees of its shape, because each node costs more in a larger batch."""
+    """Returns the winner and smaller trees of its shape."""
     largest = winner.num_assistant_tokens
     sizes = {round(largest ** (step / (_NUM_SIZES - 1))) for step in range(_NUM_SIZES)}
     return [replace(winner, num_assistant_tokens=size) for size in sorted(sizes)]
-
-
-def list_vocabularies(winner: Tree, vocab_size: int) -> list[Tree]:
-    """Returns the tree with each vocabulary to compare: its own list or else a counted one, and all tokens."""
-    if winner.vocabulary == "own":
-        return [winner, replace(winner, vocabulary="all")]
-    return [winner, *([replace(winner, vocabulary="counted")] if num_counted(vocab_size) < vocab_size else [])]
-
-
-def num_counted(vocab_size: int) -> int:
-    """Returns the number of tokens in a counted vocabulary: a quarter of all."""
-    return max(vocab_size // 4, _MIN_COUNTED)

@@ -12,20 +12,12 @@ from .predictors import Predictor
 
 
 class SelectedPositions(NamedTuple):
-    """
-    The states of a batch that count as targets, and what the drafter predicted for each.
+    """The states of a batch that count as targets, and what the drafter predicted for each."""
 
-    Attributes:
-        rows (`(N,)`): The row of each in the batch.
-        targets (`(N, H)`): The states.
-        features (`(Q, N, H)`): The prediction of each by each predictor; arbitrary where not `valid`.
-        valid (`(Q, N)`): Whether the predictor has a position in the same text that predicts the state.
-    """
-
-    rows: torch.Tensor
-    targets: torch.Tensor
-    features: torch.Tensor
-    valid: torch.Tensor
+    rows: torch.Tensor  # (N,): of each in the batch
+    targets: torch.Tensor  # (N, H): the states
+    features: torch.Tensor  # (Q, N, H): the prediction of each by each predictor; arbitrary where not `valid`
+    valid: torch.Tensor  # (Q, N): whether the predictor has a position in the same text that predicts the state
 
 
 def select_positions(

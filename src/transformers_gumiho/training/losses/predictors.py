@@ -45,18 +45,11 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class Predictor:
-    """
-    One predictor of the drafter: the serial head, an unrolled step of it, or a parallel head.
+    """One predictor of the drafter: the serial head, an unrolled step of it, or a parallel head."""
 
-    Attributes:
-        name: `serial`, `unrolled_j` or `parallel_i`.
-        shift: Its feature at position t predicts the target's state `t + shift`.
-        weights: Of its terms in the loss, by name.
-    """
-
-    name: str
-    shift: int
-    weights: Mapping[str, float]
+    name: str  # `serial`, `unrolled_j` or `parallel_i`
+    shift: int  # its feature at position t predicts the target's state `t + shift`
+    weights: Mapping[str, float]  # of its terms in the loss, by name
 
 
 def predictors(

@@ -3,12 +3,13 @@
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import GenerationConfig, Trainer
 from transformers.integrations import get_available_reporting_integrations
 
-from ...commands import REQUIRED, UserFileNotFoundError, UserValueError, as_user_errors, check_limits, option
+from ...commands import REQUIRED, UserValueError, as_user_errors, check_limits, option
 from ...files import check_folder
 from ..arguments import GumihoTrainingArguments
 from ..data.open_text import parse_template_kwargs
@@ -89,8 +90,6 @@ class WritingArguments:
                 "Give the target with --target, and the data with --data FILE, --data DATASET or none."
             )
         parse_template_kwargs(self.chat_template_kwargs)  # is refused here rather than after the target is loaded
-        if self.target_dtype != "auto":
-            _check_precision("target_dtype", self.target_dtype)
         check_folder(str(self.target))
 
 
@@ -107,22 +106,26 @@ class DataArguments(WritingArguments):
 class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
-    recipe: str = option("How to train: recommended or published, whose defaults are shown here.", "recommended")
+    recipe: Literal["recommended", "published"] = option(
+        "How to train; the defaults of `published` are shown here.", "recommended"
+    )
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
     force: bool = option("Continue a result with other options than it was begun with.", False)
     yes: bool = option("Delete what --restart names without asking.", False)
-    config: Path | None = option("File with options, as `training/recipe/defaults.yaml` or `work/resolved.yaml`.")
+    config: Path | None = option("File with options, e.g. `work/resolved.yaml`.")
     plan: bool = option("Print what the run takes of disk and memory, and stop.", False)
     ignore_plan: bool = option("Start even if that is more than there is, and try no memory.", False)
     regenerate: bool = option("Let the target answer; `false` uses the data's answers.", True)
     features: list[str] | None = option("Feature caches of one target to train on, instead of data.")
-    cache_features: str = option(
+    cache_features: Literal["auto", "true", "false"] = option(
         "`true` runs the target once and keeps its states; `false` runs it in every step; `auto` keeps them where the "
         "disk has room and the data is passed more than once.",
         "auto",
     )
-    features_dtype: str = option("Precision of the cached features.", "bfloat16")
+    features_dtype: Literal["float64", "float32", "bfloat16", "float16"] = option(
+        "Precision of the cached features.", "bfloat16"
+    )
     packing: bool | None = option("Put several texts into a row (default: the recipe's).")
     num_proc: int | None = option("Processes that prepare the data.", at_least=1)
     num_eval_rows: float = option(
@@ -148,8 +151,6 @@ class RecipeArguments(WritingArguments):
             raise UserValueError(_ADAPTERS.format(rank=self.lora_rank, drafter=self.drafter or "DRAFTER"))
         if unknown := set(self.stages) - set(STAGES):
             raise UserValueError(f"There is no stage {min(unknown)!r}. Choose from {', '.join(STAGES)}.")
-        if self.cache_features not in ("auto", "true", "false"):
-            raise UserValueError(f"--cache_features must be auto, true or false, got {self.cache_features!r}.")
         if self.features is None:
             super().check(given)
         for name in ("data", "num_rows", "openings", "regenerate"):
@@ -159,28 +160,15 @@ class RecipeArguments(WritingArguments):
                 )
         if self.writes_prompts and not self.regenerate:
             raise UserValueError("--regenerate has no effect with --data none, which has no answers. Leave it out.")
-        if missing := [folder for folder in self.features or () if not Path(folder).is_dir()]:
-            raise UserFileNotFoundError(f"There is no folder {missing[0]!r}. Name feature caches with --features.")
         if self.drafter is not None:
             check_folder(self.drafter, has_config=False)
-        _check_precision("features_dtype", self.features_dtype)
-
-
-def _check_precision(name: str, value: str) -> None:
-    """Raises `ValueError` for a precision that no target has."""
-    if value not in ("float64", "float32", "bfloat16", "float16"):
-        raise UserValueError(f"There is no precision {value!r}. Give --{name} float32, bfloat16 or float16.")
 
 
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
-    if training_args.resume_from_checkpoint is not None:
-        raise UserValueError("A run continues from its newest checkpoint: leave --resume_from_checkpoint out.")
     if training_args.save_only_model:
         raise UserValueError("A run continues from the optimizer's state, too: leave --save_only_model out.")
-    if training_args.prediction_loss_only:
-        raise UserValueError("Drafters are chosen by more than their loss: leave --prediction_loss_only out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):
         raise UserValueError(f"--report_to needs a library: install it with `pip install {min(missing)}`.")
     if not training_args.muon and training_args.optim_target_modules is None:  # which are the drafter's
@@ -192,39 +180,5 @@ def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments
         raise UserValueError(
             f"--train_only {part} needs a drafter with a trained serial head: give it with --drafter."
         )
-    if training_args.max_steps == 0 or (training_args.max_steps < 0 and training_args.num_train_epochs <= 0):
-        raise UserValueError("There is nothing to train: give --max_steps or --num_train_epochs above 0.")
-    if training_args.fp16 and training_args.device.type == "cpu":
-        raise UserValueError("--fp16 has no effect on a CPU, which trains in float32 or with --bf16. Leave it out.")
     if args.device_map is not None and training_args.world_size > 1:
         raise UserValueError("--device_map splits the target of one process: start a single process.")
-
-
-# What `gumiho train --help` shows, by heading. All else are options of `TrainingArguments`.
-HELP = {
-    "target and data": [
-        "help", "target", "data", "output_dir", "data_split", "num_rows", "num_eval_rows", "chat_template",
-        "chat_template_kwargs",
-        "target_dtype", "device_map", "max_length", "features", "recipe", "stages", "restart", "yes", "force",
-        "config", "plan", "ignore_plan", "num_proc",
-    ],
-    "answers of the target": [
-        "regenerate", "num_prompts", "openings", "writing_batch_size", "max_prompt_tokens", "max_new_tokens",
-        "sampled_share", "temperature", "top_p", "top_k", "endpoint", "endpoint_model", "concurrency",
-    ],
-    "drafter": ["drafter", "num_parallel_heads", "transition_rank", "target_layer_ids", "train_only",
-        "linear_start", "draft_vocabulary_size",
-    ],
-    "training": [
-        "num_train_epochs", "learning_rate", "warmup_steps", "tokens_per_step", "tokens_per_pass",
-        "per_device_train_batch_size", "muon", "packing", "cache_features", "features_dtype",
-        "assistant_only_loss", "feature_noise", "unroll_serial_head", "seed",
-    ],
-    "loss": [
-        "feature_weight", "serial_ce_weight", "parallel_ce_weight", "parallel_ce_start", "parallel_decay",
-        "parallel_weight", "loss_chunk_size",
-    ],
-    "scores": [
-        "calibrate", "num_measured_prompts", "measured_new_tokens",
-    ],
-}  # fmt: skip

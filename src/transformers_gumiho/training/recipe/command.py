@@ -77,7 +77,7 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
                 f"The new drafter would replace the {name} in {str(folder)!r}. Name another folder with --output_dir."
             )
     if training_args.push_to_hub and not args.plan and training_args.process_index == 0:
-        _repository(folder, training_args)  # without permission, it ends here rather than after the training
+        _push(folder, training_args, tries=True)  # without permission, it ends here rather than after the training
     make_folder(folder / "work")
     run = Run(options, folder, measures)
     alone = sole_writer(folder / "work") if run.is_main and not args.plan else nullcontext()
@@ -95,7 +95,6 @@ def run_train_command(words: Sequence[str], measures: "Measures") -> None:
 
 
 def _own_layers_of(target: str | None) -> str:
-    """Returns the name of a drafter for `--drafter mtp`: the target's."""
     if target is None or not has_mtp_layers(target, {}):
         raise UserValueError(
             f"--drafter mtp trains the MTP layer in the target's checkpoint, and {target!r} has none. Give a target "
@@ -104,20 +103,18 @@ def _own_layers_of(target: str | None) -> str:
     return target
 
 
-def _repository(folder: Path, args: GumihoTrainingArguments) -> str:
-    """Returns the name of the drafter's repository, made if it is new; raises `OSError` without the permission."""
+def _push(folder: Path, args: GumihoTrainingArguments, tries: bool = False) -> None:
+    """
+    Uploads the drafter to the Hub, without what it was made from, and without the arguments, which hold a token. If it
+    only `tries`, it makes the repository where it is new. Raises `OSError` without the permission.
+    """
     api, name = HfApi(token=args.hub_token), args.hub_model_id or folder.resolve().name
     with as_user_errors():
         repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
         api.auth_check(repository, write=True)  # a repository that exists raised no error above
-    return repository
-
-
-def _push(folder: Path, args: GumihoTrainingArguments) -> None:
-    """Uploads the drafter to the Hub, without what it was made from, and without the arguments, which hold a token."""
-    with as_user_errors():
-        repository = _repository(folder, args)
-        HfApi(token=args.hub_token).upload_folder(
+        if tries:
+            return
+        api.upload_folder(
             repo_id=repository, folder_path=folder, revision=args.hub_revision,
             ignore_patterns=["work/*", TRAINING_ARGS_NAME], commit_message="A drafter of `gumiho train`",
         )  # fmt: skip

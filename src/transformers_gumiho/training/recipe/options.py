@@ -14,7 +14,7 @@ from ...commands import UserValueError, as_user_errors, build, read_words
 from ...files import read_text
 from ...model.target_shape import state_width
 from ..arguments import GumihoTrainingArguments
-from .arguments import HELP, RecipeArguments
+from .arguments import RecipeArguments
 
 
 DEFAULTS = Path(__file__).with_name("defaults.yaml")
@@ -69,8 +69,9 @@ class Options:
         decided = ("packing", "max_length", "cache_features", "writing_batch_size")
         values = self.values | {name: getattr(self.run, name) for name in decided}
         values |= {"tokens_per_pass": next(iter(self.phases.values())).tokens_per_pass}
-        kept = {name: _plain(value) for name, value in sorted(values.items()) if name not in _NOT_KEPT}
-        return {"everywhere": kept, "phases": self.of_phases}
+        kept = {name: value for name, value in sorted(values.items()) if name not in _NOT_KEPT}
+        as_yaml = {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+        return {"everywhere": as_yaml, "phases": self.of_phases}
 
 
 def read_options(words: Sequence[str], summary: str) -> Options:
@@ -84,7 +85,7 @@ def read_options(words: Sequence[str], summary: str) -> Options:
     package = _of_package()
     usage = "--target NAME --data FILE|DATASET|none --output_dir DIR"
     shown = package["everywhere"] | package[device_of()]
-    of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=HELP)
+    of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=package["help"])
     path = of_line.get("config")
     of_file, phases_of_file = ({}, {}) if path is None else _read(path, of_line.get("use_cpu"))
     if phases_of_file and "recipe" in of_line:
@@ -127,11 +128,8 @@ def _phases_of(run: RecipeArguments, training: GumihoTrainingArguments) -> dict[
 
 
 def recipe_of(args: RecipeArguments) -> dict[str, Any]:
-    """Returns the recipe that options name, as `defaults.yaml` describes it; raises `ValueError` for another name."""
-    known = _of_package()["recipes"]
-    if args.recipe not in known:
-        raise UserValueError(f"`--recipe` must be one of {', '.join(known)}, got {args.recipe!r}.")
-    return dict(known[args.recipe])
+    """Returns the recipe that options name, as `defaults.yaml` describes it."""
+    return dict(_of_package()["recipes"][args.recipe])
 
 
 def device_of(use_cpu: bool | None = None) -> str:
@@ -202,8 +200,3 @@ def _in_agreement(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, 
         for name in {"load_best_model_at_end", "metric_for_best_model", "eval_on_start"} - {*given}:
             del found[name]
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value of an option as YAML has it."""
-    return str(value) if isinstance(value, Path) else value

@@ -2,29 +2,28 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from datasets import config as datasets_config
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
-from ...commands import UserOSError, UserValueError
-from ...model.configuration_gumiho import GumihoConfig
+from ...commands import UserOSError
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
-from .. import GumihoTrainingArguments
-from ..data.preparation import DataSize
+from ..data.preparation import DataSize, prepare_dataset, size_of_prompts
+from ..feature_cache import FeatureDataset, row_lengths
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
-from .arguments import RecipeArguments
 from .context import RunContext
-from .counting import size_of_data
 from .target import load_tokenizer, say
-from .trials import try_stages
+from .trials import WAYS_OUT, try_stages
 
 
+# Of the limit: how long answers are on average. Half of SmolLM2's end before 200 of 224 tokens.
+_ANSWER_SHARE = 0.5
+_SAMPLE = 256  # answered rows, evenly spread, that stand for all where there are more
 # Of a token: in the file of answers, and in the cache of `datasets`, with its text once, its id and whether it counts.
 _TEXT_BYTES, _PREPARED_BYTES = 6, 11
 _IDS_BYTES = 12  # of a token in a batch
@@ -34,94 +33,99 @@ _KEPT_STATES, _KEPT_LOGITS = 48, 4
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+class Needs(NamedTuple):
+    """What a stage takes: bytes of disk, and on a CPU of memory."""
+
+    disk: float
+    memory: float
+
+
 def plan_run(run: RunContext) -> None:
     """
-    Prints what a run will take, and decides whether states are kept. Raises `OSError` where a disk has no room for it,
-    and `ValueError` where a CPU has too little memory.
+    Prints what a run will take, and decides whether states are kept. Raises `OSError` where a disk or a CPU's memory
+    has no room for it.
     """
-    args, phases, longest = run.args, list(run.phases.values()), run.longest_row
-    tokenizer = None if args.features is not None else load_tokenizer(args)
-    size = size_of_data(args, run.rows, tokenizer, run.target_config)
-    measures = run.target_config, run.drafter_config, size, longest
-    needs = estimate(args, phases, *measures)
+    args, phase = run.args, run.training_args
+    size = size_of_data(run)
+    needs = estimate(run, size)
     if args.cache_features == "auto" and args.features is None:
-        # What extracts states without training is to keep them.
-        keeps = "features" in args.stages and "train" not in args.stages
-        disk = sum(need.disk for need in needs.values())
-        reason = "" if keeps else caching_pays(phases, disk, run.folder)
+        reason = _why_not_kept(run, sum(need.disk for need in needs.values()))
         args.cache_features = "false" if reason else "true"
         say(f"states: {f'the target runs in every step, as {reason}' if reason else 'kept on the disk'}")
-        needs = estimate(args, phases, *measures)
-    say(f"{describe(needs, run.has_accelerator)}\n{size.num_rows:,} rows of data, {size.num_tokens:,} tokens")
-    say(f"optimizer: {'Muon for matrices, AdamW' if phases[0].muon else phases[0].optim.value}")
+        needs = estimate(run, size)
+    say(f"{_describe(needs, run.has_accelerator)}\n{size.num_rows:,} rows of data, {size.num_tokens:,} tokens")
+    say(f"optimizer: {'Muon for matrices, AdamW' if phase.muon else phase.optim.value}")
     if not args.ignore_plan:
-        check_disk(needs, 0 if args.features is not None else size.num_tokens, run.folder)
-        states = state_bytes(run.target_config, getattr(torch, args.features_dtype), run.layers)
-        check_shared_memory(phases[0], _IDS_BYTES + states * run.is_cached, longest)
+        _check_disk(needs, 0 if args.features is not None else size.num_tokens, run.folder)
+        _check_shared_memory(run)
         if not run.has_accelerator:
-            check_memory(needs)
+            _check_memory(needs)
     if args.plan and run.has_accelerator:
         try_stages(run, args.stages)
 
 
-class Needs(NamedTuple):
-    """What a stage takes: bytes of disk, on a CPU bytes of memory, and what helps where that is too much."""
+def size_of_data(run: RunContext) -> DataSize:
+    """Returns the number of training rows, before packing, and of their tokens."""
+    args, rows, max_length = run.args, run.rows, run.longest_row
+    if args.features is not None:
+        lengths = [length for folder in args.features for length in FeatureDataset(folder).lengths]
+        return DataSize(len(lengths), sum(lengths), max(lengths))
+    answer = args.max_new_tokens * _ANSWER_SHARE
+    if rows is None:
+        length = min(int(args.max_prompt_tokens * _ANSWER_SHARE + answer), max_length)
+        return DataSize(args.num_prompts, args.num_prompts * length, length)
+    if args.regenerate:
+        return size_of_prompts(rows, answer, max_length)
+    sample = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1)))
+    # A long text is cut into several rows.
+    encoded, _ = prepare_dataset(sample, load_tokenizer(args), run.target_config, max_length=max_length, packing=False)
+    lengths, scale = row_lengths(encoded) or [0], len(rows) / len(sample)
+    return DataSize(round(len(lengths) * scale), round(sum(lengths) * scale), max(lengths))
 
-    disk: float = 0
-    memory: float = 0
-    way_out: str = ""
 
-
-def estimate(
-    args: RecipeArguments,
-    phases: Sequence[GumihoTrainingArguments],
-    target_config: PreTrainedConfig,
-    drafter_config: GumihoConfig,
-    data: DataSize,
-    longest_row: int,
-) -> dict[str, Needs]:
+def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:
     """Returns what each stage takes, for data of this size."""
-    config, first = target_config.get_text_config(decoder=True), phases[0]
-    dtype = target_config.dtype or torch.float32
-    if args.target_dtype != "auto":
-        dtype = getattr(torch, args.target_dtype)
-    weights, width = num_parameters(target_config) * dtype.itemsize, state_width(config)
+    args, first, target_config = run.args, run.training_args, run.target_config
+    config = target_config.get_text_config(decoder=True)
+    dtype = getattr(torch, args.target_dtype, None) or target_config.dtype or torch.float32
+    width = state_width(config) * dtype.itemsize
     with torch.device("meta"):
-        drafter = GumihoModel(drafter_config)
+        weights = AutoModelForCausalLM.from_config(target_config).num_parameters() * dtype.itemsize
+        drafter = GumihoModel(run.drafter_config)
     size = drafter.num_parameters()
     trained = sum(p.numel() for name, p in drafter.named_parameters() if not name.startswith("embed_tokens"))
-    states = state_bytes(target_config, getattr(torch, args.features_dtype), drafter_config.layers_read(target_config))
-    # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
-    static = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width * dtype.itemsize
-    step = first.pass_budget if first.tokens_per_step is not None else first.train_batch_size * longest_row
-    vocabulary = first.draft_vocabulary_size or config.vocab_size
-    loss = _KEPT_LOGITS * 4 * first.loss_chunk_size * vocabulary + _KEPT_STATES * 4 * (step or 0) * width
+    states = state_bytes(target_config, getattr(torch, args.features_dtype), run.layers)
     is_online = args.features is None and args.cache_features == "false"
-    batch = _KEPT_STATES * dtype.itemsize * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width
-    written = min(data.num_tokens / max(data.num_rows, 1) + args.max_new_tokens, longest_row)  # tokens of a long row
-    cache = args.writing_batch_size * written * _cache_bytes(config, dtype)
-    needs = {
-        "write": Needs(
-            _TEXT_BYTES * data.num_tokens,
-            0 if args.endpoint else weights + cache,
-            "a smaller --writing_batch_size or --max_new_tokens, or a server (--endpoint)",
-        ),
-        "features": Needs((states + _IDS_BYTES) * data.num_tokens, weights + batch, "a smaller --tokens_per_pass"),
-        "train": Needs(
-            len(phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size) + 2 * size,
-            static + loss + (weights if is_online else 0),
-            "a smaller --tokens_per_pass, --per_device_train_batch_size or --loss_chunk_size",
-        ),
-    }
-    decoding = Needs(0, weights + dtype.itemsize * size, "a target in bfloat16 (--target_dtype)")
-    needs |= {"tune": decoding, "evaluate": decoding}
-    chosen = set(args.stages) - ({"write"} if not args.regenerate else set()) - ({"features"} if is_online else set())
-    chosen &= {*needs} if args.features is None else {"train"}
-    return {stage: need for stage, need in needs.items() if stage in chosen}
+    # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
+    memory = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width + weights * is_online
+    step = first.pass_budget if first.tokens_per_step is not None else first.train_batch_size * run.longest_row
+    memory += _KEPT_LOGITS * 4 * first.loss_chunk_size * (first.draft_vocabulary_size or config.vocab_size)
+    memory += _KEPT_STATES * 4 * (step or 0) * state_width(config)
+    checkpoints = len(run.phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size)
+    needs = {"train": Needs(checkpoints + 2 * size, memory)}
+    if args.features is None:
+        if args.regenerate:
+            row = min(data.num_tokens / max(data.num_rows, 1) + args.max_new_tokens, run.longest_row)
+            cache = args.writing_batch_size * row * _cache_bytes(config, dtype)
+            needs["write"] = Needs(_TEXT_BYTES * data.num_tokens, 0 if args.endpoint else weights + cache)
+        if not is_online:
+            batch = _KEPT_STATES * (first.pass_budget or DEFAULT_BATCH_TOKENS) * width
+            needs["features"] = Needs((states + _IDS_BYTES) * data.num_tokens, weights + batch)
+        needs["tune"] = needs["evaluate"] = Needs(0, weights + dtype.itemsize * size)
+    return {stage: needs[stage] for stage in WAYS_OUT if stage in needs and stage in args.stages}
 
 
-def describe(needs: dict[str, Needs], is_tried: bool) -> str:
-    """Returns the plan as a table; what `is_tried` is not computed."""
+def _why_not_kept(run: RunContext, disk: float) -> str:
+    """Returns why the states are not worth keeping: empty where they are."""
+    if "features" in run.args.stages and "train" not in run.args.stages:
+        return ""  # what extracts states without training is to keep them
+    if sum(phase.num_train_epochs for phase in run.phases.values()) <= 1:
+        return "the data is passed once"
+    free = shutil.disk_usage(run.folder).free
+    return f"they need {_size(disk)}, and {_size(free)} are free" if disk > free else ""
+
+
+def _describe(needs: dict[str, Needs], is_tried: bool) -> str:
     largest = max((need.memory for need in needs.values()), default=0)
     rows = {**needs, "all": Needs(sum(need.disk for need in needs.values()), largest)}
     lines = ["stage          disk" + ("  (the memory is tried)" if is_tried else "     memory  (computed)")]
@@ -130,8 +134,7 @@ def describe(needs: dict[str, Needs], is_tried: bool) -> str:
     return "\n".join(lines)
 
 
-def check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None:
-    """Raises `OSError` where a disk has no room for what goes on it: the run's, and that of the `datasets` cache."""
+def _check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None:
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     while not cache.exists():
         cache = cache.parent
@@ -139,68 +142,45 @@ def check_disk(needs: dict[str, Needs], num_tokens: float, folder: Path) -> None
     place = folder if _disk_of(cache) == _disk_of(folder) else cache
     asked[place] = asked.get(place, 0) + _PREPARED_BYTES * num_tokens
     for place, needed in asked.items():
-        if needed > (free := shutil.disk_usage(place).free):
-            way_out = "Use a larger disk, fewer rows, or `--cache_features false`"
-            if place != folder:
-                way_out = "The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE"
-            raise UserOSError(
-                f"The run needs about {_size(needed)} in {str(place)!r}, and {_size(free)} are free. {way_out}. "
-                f"`--ignore_plan` starts all the same."
-            )
+        way_out = "Use a larger disk, fewer rows, or `--cache_features false`"
+        if place != folder:
+            way_out = "The library `datasets` keeps prepared rows there: name another folder in HF_DATASETS_CACHE"
+        _check("The run needs", needed, f"the disk of {str(place)!r}", shutil.disk_usage(place).free, way_out)
 
 
 def _disk_of(folder: Path) -> int:
     return os.stat(folder).st_dev
 
 
-def check_memory(needs: dict[str, Needs]) -> None:
-    """Raises `ValueError` where a stage needs more memory than is free, on a CPU."""
-    free = free_memory()
+def _check_memory(needs: dict[str, Needs]) -> None:
+    free = psutil.virtual_memory().available
     for stage, need in needs.items():
-        if need.memory > free:
-            raise UserValueError(
-                f"The stage {stage!r} needs about {_size(need.memory)} of memory, and {_size(free)} are free. What "
-                f"helps: {need.way_out}. `--ignore_plan` starts all the same."
-            )
+        _check(f"The stage {stage!r} needs", need.memory, "memory", free, f"What helps: {WAYS_OUT[stage]}")
 
 
-def check_shared_memory(phase: GumihoTrainingArguments, token_bytes: float, longest_row: int) -> None:
-    """Raises `OSError` where workers of the loader have no room for what they load ahead."""
+def _check_shared_memory(run: RunContext) -> None:
+    phase = run.training_args
     if phase.dataloader_num_workers == 0 or not _SHARED_MEMORY.is_dir():
         return
+    states = state_bytes(run.target_config, getattr(torch, run.args.features_dtype), run.layers) * run.is_cached
     share = (phase.tokens_per_step or 0) // phase.world_size
-    step = max(share, longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
+    step = max(share, run.longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
     batches = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2)
-    needed = batches * step * token_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if needed > (free := shutil.disk_usage(_SHARED_MEMORY).free):
+    needed = batches * step * (_IDS_BYTES + states) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    way_out = "Give a container more (`docker run --shm-size`), or `--dataloader_num_workers 0`"
+    loaders = f"The {phase.dataloader_num_workers} workers of the loader keep"
+    _check(loaders, needed, str(_SHARED_MEMORY), shutil.disk_usage(_SHARED_MEMORY).free, way_out)
+
+
+def _check(who: str, needed: float, place: str, free: float, way_out: str) -> None:
+    if needed > free:
         raise UserOSError(
-            f"The {phase.dataloader_num_workers} workers of the loader keep about {_size(needed)} in "
-            f"{str(_SHARED_MEMORY)!r}, and {_size(free)} are free. Give a container more (`docker run --shm-size`), "
-            f"or `--dataloader_num_workers 0`. `--ignore_plan` starts all the same."
+            f"{who} about {_size(needed)} of {place}, and {_size(free)} are free. {way_out}. `--ignore_plan` starts "
+            f"all the same."
         )
 
 
-def caching_pays(phases: Sequence[GumihoTrainingArguments], disk: float, folder: Path) -> str:
-    """Returns why the states are not worth keeping: empty where they are."""
-    if sum(phase.num_train_epochs for phase in phases) <= 1:
-        return "the data is passed once"
-    free = shutil.disk_usage(folder).free
-    return f"they need {_size(disk)}, and {_size(free)} are free" if disk > free else ""
-
-
-def free_memory() -> int:
-    """Returns the bytes of the host's memory that are free."""
-    return int(psutil.virtual_memory().available)
-
-
-def num_parameters(target_config: PreTrainedConfig) -> int:
-    """Returns the parameters of a target, which is not loaded."""
-    with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(target_config).num_parameters())
-
-
 def _cache_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Returns the bytes of a token in the target's cache."""
     heads = getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     cached = getattr(config, "num_key_value_heads", None) or heads

@@ -27,10 +27,10 @@ from ..feature_cache import is_complete, layer_fields
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..writing.local import own_settings
 from .arguments import STAGES, RecipeArguments
-from .contents import cached_contents, drafter_contents, rows_contents, target_contents, writing_contents
+from .contents import cached_contents, rows_contents, target_contents, writing_contents
 from .context import RunContext
 from .options import RESOLVED, Options
-from .phases import Training, cached_data, is_there, online_data, prepared, prepared_held_out
+from .phases import Training, cached_data, is_there, online_data
 from .target import generation_config, load_tokenizer, num_positions, say, write_answers
 from .trials import try_stages
 
@@ -55,9 +55,12 @@ class Run(RunContext):
     def __init__(self, options: Options, folder: Path, measures: Measures):
         super().__init__(options, folder)
         self.measures = measures
-        self.is_main = self.training_args.process_index == 0
         self.answers, self.prompt_file = self.work / "answers.jsonl", self.work / "prompts.jsonl"
-        self.has_begun = (self.work / MADE_FROM).exists()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an earlier start of this run chose the source of states."""
+        return (self.work / MADE_FROM).exists()
 
     @cached_property
     def target_contents(self) -> dict[str, Any]:
@@ -68,10 +71,9 @@ class Run(RunContext):
     @cached_property
     def rows_contents(self) -> dict[str, Any]:
         """What the training's rows are made from."""
-        rows = None if self.args.regenerate else self.rows
-        return self.target_contents | rows_contents(self.args, self.answers, rows, self.training_args.seed)
+        return self.target_contents | rows_contents(self, self.answers)
 
-    @cached_property
+    @property
     def cache_contents(self) -> dict[str, Any]:
         """What a cache of the states is made from."""
         return self.rows_contents | {"dtype": self.args.features_dtype, **layer_fields(self.layers)}
@@ -88,18 +90,14 @@ class Run(RunContext):
         names += ["answers*"] * (stage == "write") + ["held_out", MADE_FROM] * (stage in ("write", "features"))
         found = [path for name in names for path in sorted(self.work.glob(name))]
         if found and not self.args.yes:
-            self._ask_before_deleting(found)
+            listed = ", ".join(f"{path.relative_to(self.folder)} ({_size_of(path) / 1e6:,.1f} MB)" for path in found)
+            ask_before_deleting(f"--restart {stage} deletes {listed}", self.training_args.world_size == 1)
         for path in found if self.is_main else ():
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink()
         PartialState().wait_for_everyone()
-        self.has_begun = (self.work / MADE_FROM).exists()
-
-    def _ask_before_deleting(self, found: list[Path]) -> None:
-        listed = ", ".join(f"{path.relative_to(self.folder)} ({_bytes_of(path) / 1e6:,.1f} MB)" for path in found)
-        ask_before_deleting(f"--restart {self.args.restart} deletes {listed}", self.training_args.world_size == 1)
 
     def run(self) -> None:
         """Runs the stages that are not finished."""
@@ -125,7 +123,6 @@ class Run(RunContext):
         return Manifest(*place).is_finished
 
     def _keep_options(self) -> None:
-        """Prints the options, unless they are as before, and keeps them."""
         path, resolved = self.work / RESOLVED, self.options.resolved()
         before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
         PartialState().wait_for_everyone()
@@ -141,7 +138,7 @@ class Run(RunContext):
         """Takes the source of states that the run began with, or records it."""
         manifest, args = Manifest(self.work), self.args
         if args.cache_features == "auto":
-            args.cache_features = str(manifest.made_from.get("cache_features", "true"))
+            args.cache_features = manifest.made_from.get("cache_features", "true")
         if "features" not in args.stages and not (self.work / "features").exists():
             args.cache_features = "false"
         made_from = {"cache_features": args.cache_features}
@@ -153,92 +150,88 @@ class Run(RunContext):
 
     def write(self) -> None:
         """Lets the target answer."""
-        args, seed = self.args, self.training_args.seed
+        args = self.args
         if args.features is not None or not args.regenerate:
             return
+        tokenizer = load_tokenizer(args)
         contents = {} if args.endpoint is not None else self.target_contents
-        contents = contents | writing_contents(args, load_tokenizer(args), self.rows, seed)
-        manifest = Manifest(self.work, self.answers.name)
-        if self._is_finished(manifest, contents, "write") and self.answers.exists():
+        contents = contents | writing_contents(self, tokenizer)
+        if self._is_finished(Manifest(self.work, self.answers.name), contents, "write") and self.answers.exists():
             say("write: finished before")
             return
         target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
-        write_answers(args, load_tokenizer(args), self.answers, seed, self.rows, target, budget, contents)
+        write_answers(args, tokenizer, self.answers, self.seed, self.rows, target, budget, contents)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
-        args = self.args
-        if args.features is not None or args.cache_features == "false":
+        if self.args.features is not None or self.args.cache_features == "false":
             return
-        contents, (trained, held_out) = self.cache_contents, self._split()
-        is_finished = self._is_finished(Manifest(self.work / "features"), contents, "features")
-        folders = [folder for folder in (self.work / "features", self.work / "held_out") if folder.exists()]
-        if is_finished and all(map(is_complete, folders)):
+        contents, folders = self.cache_contents, {name: self.work / name for name in ("held_out", "features")}
+        is_finished = self._is_finished(Manifest(folders["features"]), contents, "features")
+        if is_finished and all(is_complete(folder) for folder in folders.values() if folder.exists()):
             say("features: finished before")
             return
-        tokenizer, dtype = load_tokenizer(args), getattr(torch, args.features_dtype)
-        num_tokens = self.training_args.pass_budget or DEFAULT_BATCH_TOKENS
-        with self.training_args.main_process_first(desc="preparing the data"):
-            evaluated = prepared_held_out(args, tokenizer, self.target.config, held_out)
-            learned, report = prepared(args, tokenizer, self.target.config, trained)
-        say(f"training data: {report}")
-        for name, dataset in (("held_out", evaluated), ("features", learned)):
+        data, dtype = online_data(self, *self._split()), getattr(torch, self.args.features_dtype)
+        for name, dataset in (("held_out", data["eval_dataset"]), ("features", data["train_dataset"])):
             if dataset is None:
                 continue
             size = cache_size(dataset, self.target.config, dtype, self.layers)
-            say(f"{name}: {size / 1e9:.2f} GB in {self.work / name}")
+            say(f"{name}: {size / 1e9:.2f} GB in {folders[name]}")
             write_feature_cache(
-                dataset, self.target, tokenizer, self.work / name, dtype=dtype, made_from=contents,
-                target_layer_ids=self.layers, tokens_per_batch=num_tokens,
+                dataset, self.target, data["processing_class"], folders[name], dtype=dtype, made_from=contents,
+                target_layer_ids=self.layers, tokens_per_batch=self.training_args.pass_budget or DEFAULT_BATCH_TOKENS,
             )  # fmt: skip
 
     def train(self) -> None:
         """Trains the drafter."""
-        args, seed, folders = self.args, self.training_args.seed, list[str]()
+        args, folders = self.args, list[str]()
         if args.features is not None:
             folders, contents = args.features, cached_contents(args.features, args.num_eval_rows)
-            data = cached_data(folders, args.num_eval_rows, seed)
+            data = cached_data(folders, args.num_eval_rows, self.seed)
         elif args.cache_features == "true":
             self.release_target()  # its memory is the training's
             folders, contents = [str(self.work / "features")], self.cache_contents
             self._is_finished(Manifest(self.work / "features"), contents, "features")
             held_out = self.work / "held_out"
-            data = cached_data(folders, 0, seed, held_out if (held_out / MADE_FROM).exists() else None)
+            data = cached_data(folders, 0, self.seed, held_out if (held_out / MADE_FROM).exists() else None)
         else:
-            contents = self.rows_contents
-            data = online_data(args, self.target_config, load_tokenizer(args), *self._split(), self.training_args)
+            contents, data = self.rows_contents, online_data(self, *self._split())
 
         def load() -> PreTrainedModel | CachedFeatures:
             return CachedFeatures(folders[0]) if folders else self.target
 
-        contents = contents | drafter_contents(self.drafter_config)
-        Training(args, self.fields, data, load, contents, self.folder).run(self.phases)
+        Training(self, data, load, contents).train()
         self.release_target()
 
     def measure(self, stage: str) -> None:
         """Finds the fastest settings for this machine, or adds a comparison with plain decoding to the card."""
         args = self.args
-        missing = "--target" if args.target is None else "--data" if args.features is not None else None
-        num_prompts = 0 if missing else self._write_prompts()
-        if stage == "tune" and num_prompts == 1:
-            missing = "two prompts: one chooses the settings, the other times them"
-        if missing or not num_prompts:
-            say(f"{stage}: left out, because it needs {missing or 'prompts, and no held-out row has one that fits'}")
+        num_prompts = 0 if args.target is None or args.features is not None else self._write_prompts()
+        if num_prompts < (2 if stage == "tune" else 1):
+            say(
+                f"{stage}: left out, because it needs --target, --data, and held-out prompts that fit: one, or two to "
+                f"tune, one of which chooses the settings and the other times them"
+            )
             return
         self.release_target()
-        contents = {
+        contents = self.target_contents | {
             "drafter": checkpoint_fingerprint(self.folder),
             "num_measured_prompts": num_prompts,
             "prompts": file_fingerprint(self.prompt_file),
             "measured_new_tokens": args.measured_new_tokens,
             "generation_config": own_settings(generation_config(args)),
         }
-        contents |= self.target_contents
-
-        def measure() -> None:
+        if self._is_finished(Manifest(self.work / stage), contents, stage):
+            say(f"{stage}: finished before")
+            return
+        if self.is_main:
+            manifest = Manifest(self.work / stage)
+            manifest.write(contents)
             say(self.measures[stage](args, self.folder, self.prompt_file, num_prompts))
-
-        self._once(stage, contents, measure)
+            manifest.write(contents, is_finished=True)
+        # The others wait as long as it takes, which may be longer than a barrier waits.
+        while not Manifest(self.work / stage).is_finished:
+            time.sleep(_PATIENCE)
         gc.collect()
 
     def _is_finished(self, manifest: Manifest, contents: dict[str, Any], stage: str) -> bool:
@@ -246,22 +239,6 @@ class Run(RunContext):
         manifest.check(contents, f"Give these values again, or begin anew with --restart {stage}.")
         PartialState().wait_for_everyone()
         return manifest.is_finished
-
-    def _once(self, stage: str, contents: dict[str, Any], work: Callable[[], None]) -> None:
-        """
-        Does the work of a stage in the main process, unless it is finished. The others wait as long as it takes, which
-        may be longer than a barrier waits.
-        """
-        manifest = Manifest(self.work / stage)
-        if self._is_finished(manifest, contents, stage):
-            say(f"{stage}: finished before")
-            return
-        if self.is_main:
-            manifest.write(contents)
-            work()
-            manifest.write(contents, is_finished=True)
-        while not Manifest(self.work / stage).is_finished:
-            time.sleep(_PATIENCE)
 
     def _write_prompts(self) -> int:
         """Writes prompts of the rows that are held out into a file, and returns their number."""
@@ -280,10 +257,8 @@ class Run(RunContext):
         """Returns the rows to train on and those to hold out, `None` where these are none."""
         # A line of the answers for each row of the data, so the split is theirs.
         rows = load_conversations(str(self.answers)) if self.args.regenerate else self.rows
-        return split_rows(rows, self.args.num_eval_rows, self.training_args.seed)
+        return split_rows(rows, self.args.num_eval_rows, self.seed)
 
 
-def _bytes_of(path: Path) -> int:
-    """Returns the size of a file, or of all files in a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import (
     AutoConfig,
@@ -34,16 +33,10 @@ def load_tokenizer(args: WritingArguments) -> PreTrainedTokenizerBase:
 
 def load_target(args: WritingArguments) -> PreTrainedModel:
     """Returns the target, on the accelerator of this process if there is one."""
-    state = processes()
-    num_devices = torch.accelerator.device_count() if state.device.type != "cpu" else 1
-    if num_devices > state.num_processes and args.device_map is None:
-        say(
-            f"{num_devices} devices are visible, and {state.num_processes} used: see `accelerate launch` in the guide."
-        )
     # With its index: transformers loads in threads, in which the current device is the first one.
     with as_user_errors(), damaged_files_named(args.target):
         return AutoModelForCausalLM.from_pretrained(
-            args.target, dtype=args.target_dtype, device_map=args.device_map or state.device
+            args.target, dtype=args.target_dtype, device_map=args.device_map or processes().device
         ).eval()
 
 

@@ -23,11 +23,21 @@ from ..feature_cache import CachedFeatures
 from ..feature_extraction import DEFAULT_BATCH_TOKENS
 from ..target_features import OnlineFeatures
 from .context import RunContext
-from .phases import Training, resolved
+from .phases import Training
 from .target import say
 
 
 _NUM_DECODED = 8  # tokens, which take a few cycles
+_MEASURING = "--device_map auto, --target_dtype bfloat16, or --stages without tune and evaluate"
+# What a stage may do with less memory.
+WAYS_OUT = {
+    "write": "a smaller --writing_batch_size or --max_new_tokens, --device_map auto, or a server (--endpoint)",
+    "features": "a smaller --tokens_per_pass or --max_length, or --device_map auto",
+    "train": "a smaller --tokens_per_pass, --max_length, --loss_chunk_size or --per_device_train_batch_size, or "
+    "splitting the drafter (examples/accelerate/fsdp.yaml)",
+    "tune": _MEASURING,
+    "evaluate": _MEASURING,
+}
 
 
 class Trial(NamedTuple):
@@ -38,15 +48,13 @@ class Trial(NamedTuple):
         size: The units that are planned.
         smallest: The fewest that can be asked for.
         unit: What they are.
-        way_out: What helps where not even these fit.
     """
 
     stage: str
     run: Callable[[int], None]
     size: int
     smallest: int
-    unit: str
-    way_out: str
+    unit: str = "tokens"
 
 
 def try_stages(run: RunContext, stages: Collection[str]) -> None:
@@ -59,9 +67,9 @@ def try_stages(run: RunContext, stages: Collection[str]) -> None:
     """
     args, device = run.args, run.training_args.device
     with _equal_memory(device):
+        if run.is_cached and "train" in stages:
+            run.release_target()  # which is not there while the drafter trains
         for name in run.phases if "train" in stages else ():
-            if run.is_cached:
-                run.release_target()  # which is not there while the drafter trains
             _limit_passes(run, _training(run, name), device)
         if args.features is not None:
             return
@@ -76,7 +84,6 @@ def try_stages(run: RunContext, stages: Collection[str]) -> None:
 
 
 def _limit_passes(run: RunContext, trial: Trial, device: torch.device) -> None:
-    """Lowers `tokens_per_pass` of all phases to what fits, if that is less than planned."""
     if (size := largest_that_fits(trial, device)) < trial.size:
         for phase in run.phases.values():
             phase.tokens_per_pass = size
@@ -99,14 +106,17 @@ def largest_that_fits(trial: Trial, device: torch.device) -> int:
             fits = False
         # Beyond the handler: until then the error holds what the pass had computed.
         peak = memory.max_memory_allocated(device) if hasattr(memory, "max_memory_allocated") else 0
-        _free(device)
+        gc.collect()
+        if hasattr(memory, "empty_cache"):
+            memory.empty_cache()
         if all(gather_object([fits])):
             say(f"tried {trial.stage:<10} {size:>8,} {trial.unit:<6} {peak / 1e9:>6.1f} GB at the peak")
             return size
         if size <= trial.smallest:
             raise UserValueError(
-                f"The stage {trial.stage!r} does not fit on {device} with {size:,} {trial.unit}, and there can be "
-                f"no fewer. What helps: {trial.way_out}. `--ignore_plan` starts all the same."
+                f"The stage {trial.stage!r} does not fit on {device} with {size:,} {trial.unit}, and there can be no "
+                f"fewer. What helps: {WAYS_OUT.get(trial.stage, WAYS_OUT['train'])}. `--ignore_plan` starts all the "
+                f"same."
             )
         size = max(size // 2, trial.smallest)
         say(f"tried {trial.stage:<10} too much memory: next with {size:,} {trial.unit}")
@@ -115,19 +125,18 @@ def largest_that_fits(trial: Trial, device: torch.device) -> int:
 def _training(run: RunContext, name: str) -> Trial:
     """A step of a phase: forward, backward and optimizer."""
     phase, length = run.phases[name], run.longest_row
-    counts_rows = phase.tokens_per_step is None
     source = _RandomFeatures(run) if run.is_cached else run.target
 
     def step(num_tokens: int) -> None:
         num_rows = num_tokens // length
-        rows = [_random_row(run, source, length)] * (num_rows * phase.world_size)
+        rows = [_random_row(run, length)] * (num_rows * phase.world_size)
         data = {"train_dataset": rows, "eval_dataset": None}
-        Training(run.args, run.fields, data, lambda: source, {}, run.folder).try_step(phase, num_rows * length)
+        Training(run, data, lambda: source).try_step(phase, num_rows * length)
 
-    num_rows = phase.train_batch_size if counts_rows else max((phase.pass_budget or 0) // length, 1)
-    smaller = "--max_length, --loss_chunk_size" + " or --per_device_train_batch_size" * counts_rows
-    helps = f"a smaller {smaller}, or splitting the drafter (examples/accelerate/fsdp.yaml)"
-    return Trial(name, step, num_rows * length, num_rows * length if counts_rows else length, "tokens", helps)
+    if phase.tokens_per_step is None:
+        planned = phase.train_batch_size * length
+        return Trial(name, step, planned, planned)
+    return Trial(name, step, max((phase.pass_budget or 0) // length, 1) * length, length)
 
 
 def _features(run: RunContext) -> Trial:
@@ -141,7 +150,7 @@ def _features(run: RunContext) -> Trial:
         del kept
 
     planned = length * max((run.training_args.pass_budget or DEFAULT_BATCH_TOKENS) // length, 1)
-    return Trial("features", read, planned, length, "tokens", "--device_map auto, or a smaller --max_length")
+    return Trial("features", read, planned, length)
 
 
 def _writing(run: RunContext) -> Trial:
@@ -164,22 +173,20 @@ def _writing(run: RunContext) -> Trial:
         with torch.inference_mode():
             run.target(ids[:, :1], attention_mask=ids.new_ones(num_rows, num_all + 1), **{CACHE_NAME: cache})
 
-    helps = "a smaller --max_new_tokens, --device_map auto, or a server (--endpoint)"
-    return Trial("write", write, args.writing_batch_size, 1, "rows", helps)
+    return Trial("write", write, args.writing_batch_size, 1, "rows")
 
 
 def _decoding(run: RunContext) -> Trial:
     """Some cycles, with target and drafter in the target's precision."""
 
     def decode(num_tokens: int) -> None:
-        target, fields = run.target, resolved(run.fields, run.target_config)
-        drafter = GumihoModel.from_target(target, **fields)
-        ids = _random_ids(run, 1, num_tokens).to(input_device(target))
+        drafter = GumihoModel.from_target(run.target, **run.fields)
+        ids = _random_ids(run, 1, num_tokens).to(input_device(run.target))
         settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NUM_DECODED, "assistant_model": drafter}
-        target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        run.target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
     length = max(run.longest_row - _NUM_DECODED, 1)
-    return Trial("tune", decode, length, length, "tokens", "--device_map auto, or --stages without tune and evaluate")
+    return Trial("tune", decode, length, length)
 
 
 def _random_ids(run: RunContext, num_rows: int, length: int) -> torch.Tensor:
@@ -200,23 +207,18 @@ class _RandomFeatures(CachedFeatures):
         self._linear = nn.Linear(num_inputs, num_outputs, bias=False, dtype=dtype).requires_grad_(False)
         self.head = OutputHead(self._linear, self.config)
 
-    def random_states(self, length: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns the columns of a row of this length that hold states."""
-        width = state_width(self.config.get_text_config(decoder=True))
-        found = {"hidden_states": torch.randn(length, width).to(dtype)}
-        if self.layers is not None:
-            num_kept = len(self.layers.besides_last_states(self.config))
-            found["layer_states"] = torch.randn(length, num_kept * width).to(dtype)
-        return found
 
-
-def _random_row(run: RunContext, source: Any, length: int) -> dict[str, torch.Tensor]:
+def _random_row(run: RunContext, length: int) -> dict[str, torch.Tensor]:
     """Returns a row of this length, all of whose positions count; packed, it holds two texts."""
     row = {"input_ids": _random_ids(run, 1, length)[0], "loss_mask": torch.ones(length, dtype=torch.int32)}
     if run.args.packing:
         row["position_ids"] = torch.arange(length, dtype=torch.int32) % -(-length // 2)
-    if isinstance(source, _RandomFeatures):
-        row |= source.random_states(length, getattr(torch, run.args.features_dtype))
+    if run.is_cached:
+        width, dtype = state_width(run.target_config.get_text_config(decoder=True)), run.args.features_dtype
+        num_further = 0 if run.layers is None else len(run.layers.besides_last_states(run.target_config))
+        for name, number in (("hidden_states", 1), ("layer_states", num_further)):
+            if number or run.layers is not None:
+                row[name] = torch.randn(length, number * width).to(getattr(torch, dtype))
     return row
 
 
@@ -237,10 +239,3 @@ def _equal_memory(device: torch.device) -> Iterator[None]:
         yield
     finally:
         memory.set_per_process_memory_fraction(1.0, device)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    memory = torch.get_device_module(device)
-    if hasattr(memory, "empty_cache"):
-        memory.empty_cache()

@@ -31,7 +31,7 @@ def answer_html(answer: Answer) -> str:
     if answer.cycles:
         counters.append(f"{answer.tokens_per_pass:.2f} tokens per pass in {len(answer.cycles)} passes")
     parts = []
-    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece.is_draft):
+    for is_draft, pieces in groupby(list(answer.pieces), key=lambda piece: piece.source == "draft"):
         text = escape("".join(piece.text for piece in pieces))
         parts.append(_DRAFTS.format(text) if is_draft else text)
     problem = f"<p><b>{escape(answer.problem)}</b></p>" if answer.problem else ""

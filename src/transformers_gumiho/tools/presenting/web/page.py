@@ -30,10 +30,7 @@ cycle or token each in turn. Each clock runs only while its own answer is genera
 
 
 class Page(gr.Blocks):
-    """
-    The page of a pair. Nothing of a visit is kept here: a question and its answers belong to the visitor's session.
-    `args` are the limits of questions, and how the pair was named.
-    """
+    """The page of a pair. A question and its answers belong to the visitor's session. `args` has the limits."""
 
     def __init__(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: GumihoModel, args: DemoArguments
@@ -67,7 +64,7 @@ class Page(gr.Blocks):
         self.queue(max_size=_LONGEST_QUEUE)
 
     def ask(self, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
-        """Yields what is shown, again and again until both answers are done: how to stop, and four pieces of HTML."""
+        """Yields what is shown until both answers are done: how to stop, and four pieces of HTML."""
         # A field may be empty.
         given = {name: value for name, value in zip(self._settings, settings, strict=True) if value is not None}
         try:
@@ -95,7 +92,7 @@ class Page(gr.Blocks):
         super().close(verbose)
 
     def _list_settings(self, most: int) -> dict[str, gr.components.Component]:
-        """Returns the component of each setting. Gradio refuses what is out of their range, whoever sends it."""
+        """Returns the component of each setting. Gradio refuses what is out of range."""
         own = settings_of(self.host.target, self.host.drafter)
         nodes, width, lookup = own.num_assistant_tokens, own.branching_factor, own.prompt_lookup_num_tokens
         whole: dict[str, Any] = {"step": 1, "precision": 0}

@@ -1,4 +1,4 @@
-"""One question answered twice at the same time, with the drafter and by plain decoding, for several visitors."""
+"""One question answered twice at the same time, for several visitors."""
 
 import copy
 import threading
@@ -25,8 +25,8 @@ _CHARACTERS_PER_TOKEN = 16
 
 class Host:
     """
-    The models that answer all questions, with settings that stay as they are, and the limits of questions. Answers
-    have the models in turn, a token or a cycle each. Once `is_closed` is set, all answers end at their next turn.
+    The models that answer all questions, in turn, a token or a cycle each. Once `is_closed` is set, all answers end at
+    their next turn.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Host:
             self._changed.notify_all()
 
     def hand_over(self) -> float:
-        """Lets each waiting answer have a turn before the caller's next one; returns the seconds that it waited."""
+        """Lets each waiting answer have a turn; returns the seconds that the caller waited."""
         begin, device = time.perf_counter(), input_device(self.target)
         # The draws of the others do not change the caller's random numbers.
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -60,33 +60,24 @@ class Host:
         return time.perf_counter() - begin
 
     def encode(self, question: GenerateArguments) -> list[int]:
-        """Returns the token ids of a question. Raises `ValueError` for an empty one, and for one that is too long."""
+        """Returns the token ids of a question. Raises `ValueError` if it is empty or too long."""
         text, most = question.prompt or "", self.limits.max_question_tokens
-        longest = _CHARACTERS_PER_TOKEN * most
-        limit = f"the limit is {most} tokens and {longest} characters (`max_question_tokens`). Shorten it."
         if not text.strip():
             raise UserValueError("The question is empty. Write one first.")
-        if len(text) > longest:
-            raise UserValueError(f"The question has {len(text)} characters; {limit}")
-        prompt = encode_turn(self.tokenizer, [text], [])
-        if len(prompt) > most:
-            raise UserValueError(f"The question has {len(prompt)} tokens; {limit}")
-        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if positions is not None and len(prompt) + question.max_new_tokens > positions:
-            raise UserValueError(
-                f"The question has {len(prompt)} tokens and the answer may have {question.max_new_tokens}, but the "
-                f"target reads {positions} at most. Shorten the question, or ask for fewer new tokens."
-            )
-        return prompt
+        if len(text) <= (longest := _CHARACTERS_PER_TOKEN * most):
+            prompt = encode_turn(self.tokenizer, [text], [])
+            if len(prompt) <= most:
+                return prompt
+        raise UserValueError(
+            f"The question is too long: the limit is {most} tokens and {longest} characters (`max_question_tokens`). "
+            f"Shorten it."
+        )
 
 
 class Race:
     """
-    The two answers to a question, which it begins to write in threads of their own. Other questions share only the
-    models. Once `wish_to_stop` is set, both answers end at their next token or cycle.
-
-    Raises:
-        ValueError: The question is empty or too long, or a setting is out of range.
+    The two answers to a question, written in threads of their own. Once `wish_to_stop` is set, both end at their next
+    token or cycle. Raises `ValueError` for a question that is empty or too long, and a setting that is out of range.
     """
 
     def __init__(self, host: Host, question: GenerateArguments):
