@@ -603,8 +603,6 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, 
     for text, part in (("- num_rows", "\"['num_rows']\""), ("cpu: 7", "'cpu'"), ("cpu:\n- num_rows: 7\n", "'cpu'")):
         file.write_text(text)
         refuse(f"has {part}. Its parts are everywhere, accelerator, cpu", *run)
-    file.write_text("phases: {only: {max_steps: 3}}")
-    refuse("--recipe and the phases of --config are two recipes", *run, "--recipe", "published")
     as_yaml = "{num_rows: 4, cache_features: false, stages: train, chat_template_kwargs: {quick: true}}"
     file.write_text(f"cpu: {as_yaml}")
     output = gumiho(*run)

@@ -140,18 +140,13 @@ def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
     is in an adapter.
     """
     check_is_no_adapter(model, "train_only")
-    if part == "transition" and drafter.transition is None:
-        raise UserValueError(
-            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
-            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
-        )
-    if part == "parallel" and not len(drafter.mlp):
-        raise UserValueError(
-            "`train_only='parallel'` needs a drafter with parallel heads, and this one has none. Leave `train_only` "
-            "out, or make one with `num_parallel_heads`."
-        )
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in PARTS[part])))
+    if not any(parameter.requires_grad for parameter in drafter.parameters()):
+        raise UserValueError(
+            f"`train_only={part!r}` needs a drafter that has this part. Load it with `num_parallel_heads` or "
+            f"`transition_rank=64`, or leave `train_only` out."
+        )
 
 
 def count_broken(drafter: nn.Module) -> torch.Tensor:
