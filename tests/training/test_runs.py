@@ -287,7 +287,9 @@ def test_a_stopped_run_ends_in_the_same_drafter(folder: Path, whole: Path) -> No
     assert (work / "heads" / "checkpoint-3").is_dir()
     interrupt(GumihoTrainer, "calibrate", 0, *run)
     # All of its options are in a file.
-    assert "options: as before, in " in gumiho("train", "--config", work / "resolved.yaml")
+    options = (work / "resolved.yaml").read_text()
+    assert options in gumiho("train", "--config", work / "resolved.yaml")
+    assert (work / "resolved.yaml").read_text() == options
     assert (work / "answers.jsonl").read_bytes() == (whole / "work" / "answers.jsonl").read_bytes()
     assert_same_drafter(whole, folder / "stopped")
 
