@@ -608,7 +608,7 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
     (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
     num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
-    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
+    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).num_tokens == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
     assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report

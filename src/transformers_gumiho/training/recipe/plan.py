@@ -69,18 +69,18 @@ def size_of_data(run: RunContext) -> DataSize:
     args, rows, max_length = run.args, run.rows, run.longest_row
     if args.features is not None:
         lengths = [length for folder in args.features for length in FeatureDataset(folder).lengths]
-        return DataSize(len(lengths), sum(lengths), max(lengths))
+        return DataSize(len(lengths), sum(lengths))
     answer = args.max_new_tokens * _ANSWER_SHARE
     if rows is None:
         length = min(int(args.max_prompt_tokens * _ANSWER_SHARE + answer), max_length)
-        return DataSize(args.num_prompts, args.num_prompts * length, length)
+        return DataSize(args.num_prompts, args.num_prompts * length)
     if args.regenerate:
         return size_of_prompts(rows, answer, max_length)
     sample = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1)))
     # A long text is cut into several rows.
     encoded, _ = prepare_dataset(sample, load_tokenizer(args), run.target_config, max_length=max_length, packing=False)
     lengths, scale = row_lengths(encoded) or [0], len(rows) / len(sample)
-    return DataSize(round(len(lengths) * scale), round(sum(lengths) * scale), max(lengths))
+    return DataSize(round(len(lengths) * scale), round(sum(lengths) * scale))
 
 
 def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:
