@@ -27,24 +27,14 @@ _NOT_KEPT = {"config", "restart", "yes", "force", "plan", "ignore_plan", "hub_to
 
 @dataclass
 class Options:
-    """
-    What a run is asked to do.
-
-    Attributes:
-        run: The options besides the trainer's.
-        training: The trainer's, as far as all phases share them.
-        phases: The trainer's, by the name of the phase.
-        given: The names of those that the command line or its file gives.
-        values: Those of all phases, by name.
-        of_phases: Those of one phase alone, by its name.
-    """
+    """What a run is asked to do."""
 
     run: RecipeArguments
-    training: GumihoTrainingArguments
-    phases: dict[str, GumihoTrainingArguments]
-    given: set[str]
-    values: dict[str, Any]
-    of_phases: dict[str, dict[str, Any]]
+    training: GumihoTrainingArguments  # as far as all phases share them
+    phases: dict[str, GumihoTrainingArguments]  # by name
+    given: set[str]  # the names of what the command line or its file gives
+    values: dict[str, Any]  # of all phases
+    of_phases: dict[str, dict[str, Any]]  # of one phase alone
 
     def fit_to_target(self, config: Any) -> None:
         """Gives phases what a target of this config decides: the learning rate, and a new drafter's tokens."""

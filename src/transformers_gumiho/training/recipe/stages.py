@@ -44,12 +44,8 @@ Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 class Run(RunContext):
     """
-    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
-
-    Args:
-        options: What is asked for.
-        folder: Receives the drafter.
-        measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder. `measures` does the
+    stages `tune` and `evaluate`, by their names, and returns what it found in words.
     """
 
     def __init__(self, options: Options, folder: Path, measures: Measures):
