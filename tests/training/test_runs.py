@@ -592,7 +592,9 @@ def test_a_folder_has_one_run_at_a_time(folder: Path, whole: Path) -> None:
         refuse("Another run is writing there", *command(folder, "whole", *UP_TO_TRAINING))
 
 
-def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, tmp_path: Path) -> None:
+def test_a_file_gives_defaults_and_the_command_line_replaces_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("everywhere:\n  num_rows: 5\ncpu:\n  num_rows: 7\naccelerator:\n  num_rows: 9\n")
     run = command(folder, "configured", "--config", file, "--plan")
@@ -600,6 +602,7 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(folder: Path, 
     assert "6 rows of data" in gumiho(*run, "--num_rows", 6)
     file.write_text("everywhere:\n  learn_rate: 1\n")
     refuse("2", *run)
+    assert "unrecognized arguments: --learn_rate=1" in capsys.readouterr().err
     file.write_text("gpu:\n  num_rows: 1\n")
     refuse("has 'gpu'. Its parts are everywhere, accelerator, cpu, phases, each with options", *run)
     for text, part in (("- num_rows", "\"['num_rows']\""), ("cpu: 7", "'cpu'"), ("cpu:\n- num_rows: 7\n", "'cpu'")):

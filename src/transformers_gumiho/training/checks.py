@@ -37,8 +37,8 @@ def check_is_trained_here(config: GumihoConfig) -> None:
     """Raises `ValueError` for a drafter whose training is another one, on any data, recorded traffic included."""
     if config.is_block:
         raise UserValueError(
-            f"{config.converted_from or config.name_or_path!r} is a block drafter, which is not trained here. Train it "
-            f"with SpecForge, DeepSpec or speculators, or leave `drafter` out to make one of another kind."
+            f"{config.converted_from or config.name_or_path!r} is a block drafter, which is not trained here. Train "
+            f"it with SpecForge, DeepSpec or speculators, or leave `drafter` out to make one of another kind."
         )
 
 
