@@ -130,8 +130,9 @@ def make_sample(mode: str, question: int, seconds: float, category: str = "a", *
 def test_summary_compares_prompt_by_prompt() -> None:
     plain = [make_sample("plain", i, seconds) for i, seconds in enumerate((1.0, 2.0, 4.0))]
     stages = {"prompt": 9.0, "verify": 6.0, "draft": 3.0, "rest": 1.0, "num_cycles": 5}
+    cycles = {"accepted_lengths": [[3, 1, 2]], "draft_origins": ["drafter"] * 3}
     drafted = [
-        make_sample("gumiho", i, seconds, accepted_lengths=[[3, 1, 2]], stages=stages, equal=i > 0)
+        make_sample("gumiho", i, seconds, **cycles, stages=stages, equal=i > 0)
         for i, seconds in enumerate((0.5, 0.5, 4.0))
     ]
     rows = {row.mode: row for row in summarize([*plain, *drafted])}

@@ -591,6 +591,7 @@ def test_what_needs_no_model_answers_without_importing_the_package(words: list[s
         ("generate", ["--chat_template", DEMO_TARGET], f"There is no file {str(DEMO_TARGET)!r}"),
         ("generate", ["--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
         ("generate", ["--temperature", "nan"], "--temperature must be at least 0, got nan"),
+        ("generate", ["--dtype", "flaot32"], "There is no precision 'flaot32'. Give 'auto', 'float32'"),
         ("generate", ["--device_map", "cuda:7"], "There is no device 'cuda:7' here. Leave the device map out"),
         ("generate", ["--device_map", "meta"], "There is no device 'meta' here"),
         ("generate", ["--target", PAIR["assistant"]], f"{PAIR['assistant']!r} is a drafter, not a target"),

@@ -194,7 +194,8 @@ def test_the_draft_vocabulary_competes_with_all_tokens(faster: str) -> None:
     result = find(PlantedMachine(tau_of, cycle), batch_sizes=[1], tune_vocabulary=True)
     assert [tree.drafts_all_tokens for tree in result.vocabularies] == [faster == "all tokens", faster != "all tokens"]
     assert result.settings.get("draft_vocabulary", "its list") == (None if faster == "all tokens" else "its list")
-    assert describe(result).count("(all tokens)") == 1
+    remarks = ("(the drafter's own)", "(its draft vocabulary)", "(all tokens)")
+    assert [describe(result).count(remark) for remark in remarks] == [1, 1, 1]
 
 
 def test_calibrated_temperatures_are_kept() -> None:

@@ -129,12 +129,8 @@ def _summarize_mode(groups: Mapping[str, Sequence[Sample]], mode: str, category:
     ratios = np.array([sample.speed / plain[sample.prompts] for sample in samples])
     runs = [sorted((sample.seconds, sample.repeat_seconds)) for sample in samples if sample.repeat_seconds]
     lengths = [row for sample in samples for row in sample.accepted_lengths or []]
-    origins = [sample.draft_origins for sample in samples for _ in sample.accepted_lengths or []]
-    acceptance = _NO_CYCLES
-    if any(lengths):
-        acceptance = acceptance_statistics(
-            lengths, draft_origins=[of or ["drafter"] * len(row) for of, row in zip(origins, lengths, strict=True)]
-        )
+    origins = [sample.draft_origins or [] for sample in samples for _ in sample.accepted_lengths or []]
+    acceptance = acceptance_statistics(lengths, origins) if any(lengths) else _NO_CYCLES
     costs = [sample.break_even for sample in samples if sample.break_even is not None]
     stages = [sample.stages for sample in samples if sample.stages and sample.stages["num_cycles"]]
     seconds = {name: sum(stage[name] for stage in stages) for name in ("verify", "draft", "rest")}

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,8 +132,7 @@ def temporary_settings(drafter: GumihoModel, settings: Mapping[str, Any]) -> Ite
 class StageTimer(GenerationObserver):
     """
     The times of a generation: its `start`, when the target had read the prompt (`prompt_end`), when nothing more was
-    drafted, as one token was missing (`end_of_drafts`), and its `end`, which the caller takes. `num_cycles` counts the
-    passes over trees. With stages, each stage waits for the `devices`, so the generation takes longer.
+    drafted (`end_of_drafts`), and its `end`, which the caller takes. With stages, each stage waits for the `devices`.
     """
 
     def __init__(self, devices: Sequence[torch.device], with_stages: bool):
@@ -206,8 +204,7 @@ PLAIN = DecodingMode("plain")
 class Runner:
     """
     Decodes batches in several modes, one after the other, so that a drift of the machine affects all of them. Another
-    one comes first each time: the processor may be cooler then. `stages` also times the stages of cycles, for which
-    other devices than a CPU decode once more.
+    one comes first each time. `stages` also times the stages of cycles, for which accelerators decode once more.
     """
 
     def __init__(
@@ -256,8 +253,6 @@ class Runner:
 def pad_left(prompts: Prompts, pad_token_id: int | None, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns prompts as a batch `(B, T)`. Without a padding token, token 0 pads: it is masked."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    return {
-        "input_ids": pad(rows, padding_value=pad_token_id or 0),
-        "attention_mask": pad([torch.ones_like(row) for row in rows]),
-    }
+    ids = pad_sequence(rows, True, pad_token_id or 0, "left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    return {"input_ids": ids, "attention_mask": mask}

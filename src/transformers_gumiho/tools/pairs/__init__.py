@@ -177,7 +177,7 @@ def settings_of(target: PreTrainedModel, drafter: GumihoModel, num_rows: int = 1
 def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     Loads a target and its tokenizer, on the machine's accelerator if there is one. Raises `OSError` for a missing
-    target, and `ValueError` for a drafter and for an unknown device.
+    target, and `ValueError` for a drafter and for an unknown precision or device.
     """
     if args.target is None:
         raise UserValueError("Name the target with --target.")
@@ -188,6 +188,8 @@ def load_target(args: PairArguments) -> tuple[PreTrainedModel, PreTrainedTokeniz
         is_of_drafter = is_drafter(name)
     if is_of_drafter:
         raise UserValueError(f"{name!r} is a drafter, not a target. Give the model that it was trained for.")
+    if dtype not in ("auto", "float64", "float32", "bfloat16", "float16"):
+        raise UserValueError(f"There is no precision {dtype!r}. Give 'auto', 'float32', 'bfloat16' or 'float16'.")
     here: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     with suppress(RuntimeError):  # a word such as 'auto' is no device
         if torch.device(device_map or here).type not in ("cpu", here.type):

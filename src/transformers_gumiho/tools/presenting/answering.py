@@ -142,9 +142,8 @@ def stream_answer(
     temperature: float,
 ) -> Answer:
     """
-    Writes the answer to a prompt, which is token ids, up to `max_new_tokens`, and returns it. Ctrl-C ends it. The
-    target's `tokenizer` decodes. Without a `drafter`, plain decoding answers. A `temperature` of 0 is greedy; all else
-    of sampling is in the target's `generation_config`.
+    Writes the answer of a `target`, with its `tokenizer`, to a prompt of token ids, and returns it. It has up to
+    `max_new_tokens`. Without a `drafter`, plain decoding answers. A `temperature` of 0 is greedy. Ctrl-C ends it.
     """
     # What a greedy target's configuration says of sampling would only be warned about.
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -29,10 +29,9 @@ class Cycle:
     Attributes:
         tokens: The token id of each node.
         parents: Each node's parent; the root is its own. Children of a node follow it, the best first.
-        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it, by which nodes
-            are chosen: the drafter's, and for prompt-lookup drafts an estimate.
+        scores: For each node, the summed log-probability (nats) of the tokens from the root down to it.
         accepted: The drafted nodes that the target agreed with, from depth 1 down.
-        bonus_token: The token that the target chose after the last of them. `None` where the text ended before.
+        bonus_token: The target's token after the last of them. `None` where the text ended before.
         origin: Where its tokens come from.
     """
 
@@ -89,8 +88,8 @@ class Cycle:
 
 def watch_cycles(on_cycle: Callable[[Cycle], None]) -> AbstractContextManager[None]:
     """
-    In a `with` block, calls `on_cycle` after each verification cycle of this thread's generations, whose tokens a
-    streamer has then received. `generate()` raises `ValueError` for a batch of several sequences.
+    In a `with` block, calls `on_cycle` after each verification cycle of this thread's generations. `generate()` raises
+    `ValueError` for a batch of several sequences.
     """
     return observing(_CycleWatcher(on_cycle))
 

@@ -38,9 +38,8 @@ class Standing:
 
 def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     """
-    Summarizes turns, of a tree and of plain decoding each. Acceptance does not depend on time, so tau is a sum over
-    all turns. A machine's speed drifts, so the ratio of the two times is taken within each turn. Other programs
-    interrupt, so the median over the turns counts. Raises `ValueError` if all texts end with their first token.
+    Summarizes turns, of a tree and of plain decoding each. A machine's speed drifts, so the ratio of the two times is
+    taken within each turn. Other programs interrupt, so the median over the turns counts.
     """
     used = [(drafted, plain) for drafted, plain in pairs if drafted.num_passes and plain.num_passes]
     if not used:
@@ -131,13 +130,10 @@ class TuningResult:
 
 def describe(result: TuningResult) -> str:
     """Returns the text that `gumiho tune` prints for a `result`."""
-    contests = []
-    for tree, standing in [*result.trees.items(), *result.vocabularies.items()]:
-        temperature = tree.draft_temperature
-        shown = "by depth" if isinstance(temperature, tuple) else f"{temperature:.2f}"
-        remark = "(all tokens)" if tree.drafts_all_tokens else "(the drafter's own)" * (tree == result.own)
-        shape = tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth
-        contests.append((*shape, shown, *_numbers(standing), remark))
+    contests = [_row(*found, "(the drafter's own)" * (found[0] == result.own)) for found in result.trees.items()]
+    for tree, standing in result.vocabularies.items():
+        remark = "(all tokens)" if tree.drafts_all_tokens else "(its draft vocabulary)"
+        contests.append(_row(tree, standing, remark))
     lines = _table(("drafted", "branching", "depth", "temperature", *_NUMBERS, ""), contests)
     finals = [
         (rows, kind, result.chosen[rows].num_assistant_tokens, *_numbers(standing))
@@ -152,6 +148,13 @@ def describe(result: TuningResult) -> str:
         if round(standing.speedup, 2) < 1  # as it is shown
     ]
     return "\n".join(lines)
+
+
+def _row(tree: Tree, standing: Standing, remark: str) -> tuple[object, ...]:
+    shape = tree.num_assistant_tokens, tree.branching_factor, tree.tree_depth
+    temperature = tree.draft_temperature
+    shown = "by depth" if isinstance(temperature, tuple) else f"{temperature:.2f}"
+    return (*shape, shown, *_numbers(standing), remark)
 
 
 _NUMBERS = ("tau", "cycle", "speed-up")

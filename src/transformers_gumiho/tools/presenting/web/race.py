@@ -25,8 +25,8 @@ _CHARACTERS_PER_TOKEN = 16
 
 class Host:
     """
-    The models that answer all questions, and the limits of questions. Answers have the models in turn, a token or a
-    cycle each. Once `is_closed` is set, all answers end at their next turn.
+    The models that answer all questions, in turn, a token or a cycle each. Once `is_closed` is set, all answers end at
+    their next turn.
     """
 
     def __init__(
