@@ -1,6 +1,7 @@
 """Targets that the user compiled are refused by name, and decode plainly with an attached drafter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,49 +21,32 @@ def compile_forward(target: PreTrainedModel) -> None:
     target.forward = torch.compile(target.forward, backend="eager")
 
 
-def compile_call(target: PreTrainedModel) -> None:
-    target.compile(backend="eager")
-
-
-def compile_decoder(target: PreTrainedModel) -> None:
-    target.model.compile(backend="eager")
-
-
 def wrap_decoder(target: PreTrainedModel) -> None:
     target.model = torch.compile(target.model, backend="eager")
 
 
-def compile_norm(target: PreTrainedModel) -> None:
-    target.model.norm.compile(backend="eager")
-
-
-def compile_before_placement(target: PreTrainedModel) -> None:
+def place(target: PreTrainedModel) -> None:
     """As accelerate puts a `forward` on each module that it moves inputs for."""
-    compile_forward(target)
     add_hook_to_module(target, AlignDevicesHook("cpu"))
 
 
-def compile_after_placement(target: PreTrainedModel) -> None:
-    add_hook_to_module(target, AlignDevicesHook("cpu"))
-    compile_forward(target)
+WAYS: list[tuple[list[Callable[[PreTrainedModel], Any]], str]] = [
+    ([compile_forward], "LlamaForCausalLM"),
+    ([lambda target: target.compile(backend="eager")], "LlamaForCausalLM"),
+    ([lambda target: target.model.compile(backend="eager")], "LlamaModel"),
+    ([wrap_decoder], "OptimizedModule"),
+    ([lambda target: target.model.norm.compile(backend="eager")], "LlamaRMSNorm"),
+    ([compile_forward, place], "LlamaForCausalLM"),
+    ([place, compile_forward], "LlamaForCausalLM"),
+]
 
 
-@pytest.mark.parametrize(
-    ("compile_target", "module"),
-    [
-        (compile_forward, "LlamaForCausalLM"),
-        (compile_call, "LlamaForCausalLM"),
-        (compile_decoder, "LlamaModel"),
-        (wrap_decoder, "OptimizedModule"),
-        (compile_norm, "LlamaRMSNorm"),
-        (compile_before_placement, "LlamaForCausalLM"),
-        (compile_after_placement, "LlamaForCausalLM"),
-    ],
-)
-def test_a_compiled_module_is_named(compile_target: Callable[[PreTrainedModel], None], module: str) -> None:
+@pytest.mark.parametrize(("steps", "module"), WAYS)
+def test_a_compiled_module_is_named(steps: list[Callable[[PreTrainedModel], Any]], module: str) -> None:
     target = make_target(num_layers=1)
     drafter = make_drafter(target)
-    compile_target(target)
+    for step in steps:
+        step(target)
     with pytest.raises(ValueError, match=rf"was compiled \(its `{module}`\).*cache_implementation='static'"):
         target.generate(**SETTINGS, assistant_model=drafter)
     with pytest.raises(ValueError, match="was compiled"):
@@ -73,7 +57,7 @@ def test_a_target_that_is_compiled_later_decodes_plainly(caplog: pytest.LogCaptu
     target = make_target(num_layers=1)
     expected = target.generate(**SETTINGS)
     attach(target, make_drafter(target))
-    compile_call(target)
+    target.compile(backend="eager")
     assert torch.equal(target.generate(**SETTINGS), expected)
     assert any("was compiled" in message for message in caplog.messages)
 

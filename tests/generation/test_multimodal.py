@@ -19,8 +19,6 @@ from transformers import (
     IdeficsForVisionText2Text,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     MllamaConfig,
     MllamaForConditionalGeneration,
     PaliGemmaConfig,
@@ -104,15 +102,6 @@ def gemma4() -> PreTrainedModel:
     return Gemma4ForConditionalGeneration(config)
 
 
-def llava() -> PreTrainedModel:
-    vision = VISION | {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False}
-    config = LlavaConfig(
-        text_config=LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE, image_seq_length=4,
-        vision_feature_select_strategy="full", vision_feature_layer=-1,
-    )  # fmt: skip
-    return LlavaForConditionalGeneration(config)
-
-
 def paligemma() -> PreTrainedModel:
     """An update step of its own after each token, and positions that are counted from 1."""
     vision = VISION | {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False}
@@ -122,7 +111,7 @@ def paligemma() -> PreTrainedModel:
     return PaliGemmaForConditionalGeneration(config)
 
 
-_MAKERS = (qwen2_vl, qwen3_vl, gemma3, gemma3_outside_vocabulary, gemma4, llava, paligemma)
+_MAKERS = (qwen2_vl, qwen3_vl, gemma3, gemma3_outside_vocabulary, gemma4, paligemma)
 MODELS = {make.__name__: make for make in _MAKERS}
 
 

@@ -13,8 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from transformers_gumiho import GumihoConfig, GumihoModel
 from transformers_gumiho.generation.verification.target_states import FeatureReader, output_head
-from transformers_gumiho.training import GumihoTrainer, LocalEngine, OnlineFeatures
-from transformers_gumiho.training.writing.requests import Request
+from transformers_gumiho.training import GumihoTrainer
 
 
 # A dense layer with a norm in the head, or beside it; and states that are divided before a plain head.
@@ -84,11 +83,6 @@ def test_a_saved_drafter_drafts_the_same(model_type: str, save_embedding: bool, 
     torch.testing.assert_close(ours.serial_features, theirs.serial_features)
 
 
-def test_a_config_says_nothing_of_an_embedding_as_wide_as_the_states() -> None:
-    assert "embedding_size" not in GumihoConfig().to_diff_dict()
-    assert GumihoConfig(embedding_size=5).to_diff_dict()["embedding_size"] == 5
-
-
 def test_a_drafter_learns_what_the_target_writes(tmp_path: Path) -> None:
     """Through a head with a dense layer, and widths of its own."""
     target = make_target("rembert").float()
@@ -113,15 +107,3 @@ def test_a_drafter_learns_what_the_target_writes(tmp_path: Path) -> None:
     assert losses_of(trainer)[-1] < 0.5 * losses_of(trainer)[0]
     drafter.eval()
     assert tau() > before + 1
-
-
-@pytest.mark.parametrize("model_type", ["modernbert-decoder", "electra"])
-def test_data_is_written_as_the_target_writes(model_type: str) -> None:
-    target = make_target(model_type)
-    prompt = prompts([5])
-    plain = target.generate(**prompt, max_new_tokens=12, do_sample=False)
-    ((written, _),) = LocalEngine(target).complete([Request(prompt["input_ids"][0].tolist(), 12, None, 0)])
-    assert written == plain[0, 5:].tolist()
-    states = OnlineFeatures(target).states({"input_ids": plain}).last
-    logits = output_head(target)(states)
-    assert logits[0, 4:16].argmax(dim=1).tolist() == plain[0, 5:].tolist()

@@ -62,16 +62,6 @@ def test_ways_of_generating(target: PreTrainedModel, settings: dict[str, Any], m
     refuses(target, message, **settings)
 
 
-def test_caches_of_the_caller(target: PreTrainedModel) -> None:
-    static = StaticCache(config=target.config, max_cache_len=32)
-    refuses(
-        target, "ordinary `DynamicCache`.*got StaticCache.*set `cache_implementation='static'`", **{CACHE_NAME: static}
-    )
-    offloaded = DynamicCache(config=target.config)
-    offloaded.offloading = True  # as an argument, it needs a device for its stream
-    refuses(target, "ordinary `DynamicCache` on the target's device", **{CACHE_NAME: offloaded})
-
-
 class Halves(DynamicCache):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         keys, values = super().update(*args, **kwargs)
@@ -82,18 +72,37 @@ class Counts(DynamicCache):
     calls = 0
 
 
-@pytest.mark.parametrize("way", ["a subclass", "a patch", "a patched layer", "a subclass that updates as usual"])
-def test_caches_that_change_what_they_hold(target: PreTrainedModel, way: str) -> None:
-    kind = {"a subclass": Halves, "a subclass that updates as usual": Counts}.get(way, DynamicCache)
-    cache = kind(config=target.config)
-    owner = cache.layers[0] if way == "a patched layer" else cache
-    if "patch" in way:
-        owner.update = functools.partial(owner.update)
-    if kind is not Counts:
-        refuses(target, f"without an `update` of its own.*got {kind.__name__} with", **{CACHE_NAME: cache})
-        return
+def offload(cache: DynamicCache) -> None:
+    cache.offloading = True  # as an argument, it needs a device for its stream
+
+
+def patch(owner: Any) -> None:
+    owner.update = functools.partial(owner.update)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda config: StaticCache(config=config, max_cache_len=32), None),
+        (lambda config: Halves(config=config), None),
+        (lambda config: DynamicCache(config=config), offload),
+        (lambda config: DynamicCache(config=config), patch),
+        (lambda config: DynamicCache(config=config), lambda cache: patch(cache.layers[0])),
+    ],
+    ids=["static", "a subclass", "offloaded", "a patch", "a patched layer"],
+)
+def test_caches_of_the_caller(target: PreTrainedModel, make: Any, change: Any) -> None:
+    cache = make(target.config)
+    if change is not None:
+        change(cache)
+    message = f"ordinary `DynamicCache` on .*without an `update` of its own.*got {type(cache).__name__} with layers"
+    refuses(target, f"{message}.*set `cache_implementation='static'`", **{CACHE_NAME: cache})
+
+
+def test_a_subclass_that_updates_as_usual(target: PreTrainedModel) -> None:
     settings = make_prompts([5]) | {"max_new_tokens": 20, "do_sample": False}
-    drafted = target.generate(**settings, **{CACHE_NAME: cache}, assistant_model=make_drafter(target))
+    cache = {CACHE_NAME: Counts(config=target.config)}
+    drafted = target.generate(**settings, **cache, assistant_model=make_drafter(target))
     assert torch.equal(drafted, target.generate(**settings))
 
 
@@ -244,12 +253,7 @@ class NamesNothing(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-class NamesOne(LlamaForCausalLM):
-    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
-        return super().forward(input_ids, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [HandsOn, NamesNothing, NamesOne])
+@pytest.mark.parametrize("kind", [HandsOn, NamesNothing])
 def test_forward_around_another(target: PreTrainedModel, kind: type[PreTrainedModel]) -> None:
     drafter, prompt = make_drafter(target), make_prompts([5])
     settings = {"max_new_tokens": 20, "do_sample": False}

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Tr
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from transformers_gumiho.training import FeatureDataset, GumihoTrainer, load_conversations, prepare_dataset
-from transformers_gumiho.training.cache_writer import CacheWriter
 from transformers_gumiho.training.data.fingerprint import checkpoint_fingerprint
 from transformers_gumiho.training.data.run_files import sole_writer
+from transformers_gumiho.training.feature_cache import CacheWriter
 from transformers_gumiho.training.recipe import plan
 from transformers_gumiho.training.recipe.command import run_train_command
 from transformers_gumiho.training.recipe.options import read_options

@@ -19,15 +19,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from targets import make_drafter, make_target
-from torch import nn
-from transformers import DynamicCache, GenerationConfig, StaticCache, TrainingArguments
+from transformers import TrainingArguments
 
 import transformers_gumiho
 from transformers_gumiho import GumihoConfig, GumihoGenerationMixin, GumihoModel, internals
-from transformers_gumiho.generation.verification.traits import cache_argument
-from transformers_gumiho.internals import CACHE_NAME, OVERRIDDEN
+from transformers_gumiho.internals import OVERRIDDEN
 from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
@@ -177,55 +173,6 @@ print(*(name for name in sys.modules if "vllm" in name))
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     steps = ["_assisted_decoding", "_validate_generation_mode", "adjust_generation_fn"]
     assert run.stdout.split() == [f"GenerationMixin.{name}" for name in steps]
-
-
-def test_only_what_may_be_compiled_on_this_device_is() -> None:
-    target = make_target(num_layers=3)
-    cache = StaticCache(config=target.config, max_cache_len=8)
-    anywhere = GenerationConfig(compile_config=internals.compile_on_every_device())
-    assert internals.would_compile(target, {CACHE_NAME: cache}, anywhere)
-    assert not internals.would_compile(target, {CACHE_NAME: cache}, GenerationConfig())
-    assert not internals.would_compile(target, {CACHE_NAME: DynamicCache()}, anywhere)
-
-
-def test_what_a_target_keeps_of_its_context() -> None:
-    llama = make_target(num_layers=3)
-    assert internals.keeps_dynamic_cache(llama)
-    assert not internals.is_stateful(llama)
-    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
-    assert internals.is_stateful(mamba)
-    for target in (llama, mamba):
-        name = cache_argument(target)
-        output = target.generate(torch.tensor([[1, 2]]), max_new_tokens=2, return_dict_in_generate=True)
-        assert output[CACHE_NAME] is not None
-        target(torch.tensor([[1, 2]]), **{name: output[CACHE_NAME]})
-
-
-def test_hooks_show() -> None:
-    linear = nn.Linear(2, 2)
-    assert internals.runs_as_defined(linear)
-    for register in (linear.register_forward_hook, linear.register_forward_pre_hook):
-        handle = register(lambda *args: None)
-        assert internals.num_hooks(linear) == 1
-        assert not internals.runs_as_defined(linear)
-        handle.remove()
-    assert internals.runs_as_defined(linear)
-    assert not internals.has_placement_hook(linear)
-    add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu"))
-    assert internals.has_placement_hook(linear)
-    assert not internals.runs_as_defined(linear)
-
-
-def test_loaded_parameters_are_told_from_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_drafter(make_target(num_layers=3)).save_pretrained(tmp_path)
-    found = {}
-
-    def initialize(self: GumihoModel, module: nn.Module) -> None:
-        found.update({name: internals.was_loaded(p) for name, p in self.named_parameters()})
-
-    monkeypatch.setattr(GumihoModel, "_init_weights", initialize)
-    GumihoModel.from_pretrained(tmp_path, target_layer_ids=[0, 2])
-    assert [name for name, is_loaded in found.items() if not is_loaded] == ["layer_fusion.weight"]
 
 
 def test_a_trainer_drives_one_device(tmp_path: Path) -> None:

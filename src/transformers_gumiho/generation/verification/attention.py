@@ -1,14 +1,11 @@
 """
 Attention of passes over draft trees. It differs from transformers' own only in the thread that runs such a pass.
 
-Without copies: if several query heads share a head of keys and values and there is a mask, transformers' `sdpa`
-function copies keys and values for each query head. These passes read the shared heads in place, except with further
-options (dropout, sinks, soft caps, a position bias, paged caches).
+Without copies: transformers' `sdpa` function copies keys and values that query heads share, if there is a mask. These
+passes read them in place, except with further options (dropout, sinks, soft caps, a position bias, paged caches).
 
-With a tree mask: flash attention, also as a kernel from the Hub, and flex attention take no such mask. These passes
-run `sdpa` instead, or for options that `sdpa` lacks (soft caps, sinks), the eager function of the target's own code.
-
-The functions that do so are registered when a pass needs them first. Functions that users have registered stay.
+With a tree mask: flash and flex attention take no such mask. These passes run `sdpa` instead, or for options that it
+lacks (soft caps, sinks), the eager function of the target's own code.
 """
 
 import functools
@@ -228,9 +225,8 @@ def attend_folded(
     Attends with the query heads of a group folded into the rows of one head, so that PyTorch's fused kernels apply.
     On other devices than a CPU, `enable_gqa` with a mask copies keys and values, and keeps all scores.
 
-    Queries `(B, groups * kv_heads, n, head_dim)` attend to keys `(B, kv_heads, K, head_dim)` with values of any width,
-    under a mask `(B, 1, n, K)` that is added to the scores, or false where a key is hidden. Returns
-    `(B, groups * kv_heads, n, value_dim)`.
+    Queries `(B, groups * kv_heads, n, head_dim)`, keys `(B, kv_heads, K, head_dim)`, and a mask `(B, 1, n, K)` that is
+    added to the scores, or false where a key is hidden. Returns `(B, groups * kv_heads, n, value_dim)`.
     """
     batch_size, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]

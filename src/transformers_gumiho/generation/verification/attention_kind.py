@@ -49,10 +49,7 @@ class AttentionKind:
 
 
 def attention_kind(model: PreTrainedModel, config: PreTrainedConfig, has_windows: bool = False) -> AttentionKind:
-    """
-    Returns the attention of a model's layers, as they look it up. `config` is that of the model's decoder;
-    `has_windows`: whether layers attend to a window.
-    """
+    """Returns the attention of a model's layers, whose decoder has this `config`, as they look it up."""
     name = attention_implementation(config)
     modules = modules_of(model.get_decoder())
     kinds = attention_classes(modules)

@@ -26,8 +26,7 @@ PENDING_PER_DRAFT = 10
 
 class ChainCache:
     """
-    The caller's cache, as the target's own causal passes write it, with `length` entries of each of `batch_size` rows.
-    All rows advance by the same number of tokens.
+    The caller's cache, with `length` entries of each of `batch_size` rows, which advance together.
 
     Keys and values are cropped to the accepted tokens. Where a layer holds a state, `is_cropped` is false: a rejection
     restores what the cache held before the pass. The accepted tokens are then pending: the next pass runs them again

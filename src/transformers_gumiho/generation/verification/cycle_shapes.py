@@ -1,7 +1,4 @@
-"""
-What is compiled. `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once. A
-captured graph reads and writes tensors at fixed addresses, so compiled generations use the same memory.
-"""
+"""What is compiled: `cache_implementation="static"` selects cycles of fixed shapes, whose stages are compiled once."""
 
 import functools
 from collections.abc import Callable
@@ -31,8 +28,8 @@ def no_compile(function: Function) -> Function:
 @dataclass(frozen=True)
 class CycleShapes:
     """
-    The shapes of the stages of a cycle, and the `compiler` of a stage. With fixed shapes, `capacity` is the minimum
-    number of slots in the target's cache; it is `None` if the shapes grow with the text.
+    The shapes of a cycle's stages, and the `compiler` of a stage. Fixed shapes have a least `capacity` (slots in the
+    target's cache); it is `None` if shapes grow with the text.
     """
 
     capacity: int | None = None
@@ -65,8 +62,8 @@ def cycle_shapes(
     target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any], num_nodes: int
 ) -> CycleShapes:
     """
-    Returns the shapes for trees of `num_nodes`, root included. They are fixed with a static cache, and compiled if
-    plain `generate()` would compile the target.
+    Returns the shapes for trees of `num_nodes`, root included: fixed with a static cache, and compiled if plain
+    `generate()` would compile the target.
     """
     if generation_config.cache_implementation != "static":
         return CycleShapes()
@@ -87,8 +84,8 @@ def cycle_shapes(
 @functools.cache
 def _specialized_copy(function: Function, num_nodes: int) -> Function:
     """
-    Returns a copy of a function with its own code object for each number of nodes, because PyTorch counts
-    recompilations per code object and stops after a few.
+    Returns a copy of a function with its own code object for each number of nodes: PyTorch counts recompilations per
+    code object, and stops after a few.
     """
     plain: Any = function
     code = plain.__code__.replace(co_name=f"{plain.__name__}_of_{num_nodes}")

@@ -1,8 +1,7 @@
 """
-Mixers of transformers in passes over draft trees. The functions that their code calls for a convolution and a
-recurrence are replaced, once, by functions that do the same, except for arguments that [`TreeStates`] makes in such a
-pass. For these the algebra of `tree/recurrence.py` runs instead, also where a kernel (`fla`, `causal-conv1d`,
-`mamba-ssm`) is installed.
+Mixers of transformers in passes over draft trees. The functions that they call for a convolution and a recurrence are
+replaced, once, by functions that do the same, except for what [`TreeStates`] hands out in such a pass. For these the
+algebra of `tree/recurrence.py` runs, also where a kernel (`fla`, `causal-conv1d`, `mamba-ssm`) is installed.
 """
 
 import functools
@@ -35,8 +34,8 @@ _DELTA_CHUNK = 64
 
 def holds_tree(decoder: nn.Module) -> bool:
     """
-    Whether the states of a decoder's layers hold a draft tree: all layers that keep states compute them by functions
-    whose algebra is known. Replaces these functions.
+    Whether a decoder's states hold a draft tree: its layers compute them by functions whose algebra is known. Replaces
+    these functions.
     """
     kinds = set(map(type, modules_of(decoder)))
     mixers = [kind for kind in kinds if not READS_OF_STATES.isdisjoint(names_in_code(kind))]

@@ -1,7 +1,7 @@
 """
-Whose code the passes of a target run. The promise of draft trees is for transformers' own code, which computes each
-node by its mask and its position. Other code (remote code, subclasses, patches, registered functions) may do anything
-else, so it verifies chains, as far as a trial says.
+Whose code the passes of a target run. Draft trees are for transformers' own code, which computes each node by its mask
+and its position. Other code (remote code, subclasses, patches, registered functions) may do anything else, so it
+verifies chains, as far as a trial says.
 """
 
 import inspect
@@ -108,8 +108,8 @@ def foreign_part(function: Any) -> Any:
     """
     Returns the function of another package, among `function` and all that it wraps; `None` if all are of known ones.
 
-    What counts is where the code stands: names such as `__module__` are copied by `functools.wraps`. A decorator of a
-    known package may have another function inside, so each one is opened.
+    What counts is where the code stands: `functools.wraps` copies names such as `__module__`. A decorator of a known
+    package may have another function inside, so each one is opened.
     """
     found, seen = [function], {id(function)}
     for part in found:  # grows while it is read

@@ -32,9 +32,8 @@ _CONVOLUTIONS = (conv1d, conv2d)
 @contextmanager
 def computing_precisely() -> Iterator[None]:
     """
-    Within the block, every PyTorch operation on 16-bit floats computes and returns float32, with products that are not
-    rounded. Weights are converted one at a time, and large ones in parts. In-place results keep their dtype. Kernels
-    outside PyTorch are not affected.
+    Within the block, PyTorch operations on 16-bit floats compute and return float32, with products that are not
+    rounded. Weights are converted one at a time, large ones in parts. Kernels outside of PyTorch are not affected.
     """
     with _WideOperations(), _WideFunctions():
         yield

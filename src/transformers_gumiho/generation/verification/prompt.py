@@ -23,8 +23,7 @@ MAX_RESERVED_TOKENS = 512
 
 def prompt_positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
     """
-    Returns the positions `(..., B, T)` of a prompt's tokens; for a target without positions, which the drafter needs,
-    as `generate()` counts them for others.
+    Returns the positions `(..., B, T)` of a prompt's tokens, as a drafter needs them also where the target takes none.
     """
     if (position_ids := model_kwargs.get("position_ids")) is not None:
         return position_ids
@@ -39,11 +38,9 @@ def arguments_per_token(
     model: PreTrainedModel, traits: TargetTraits, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
 ) -> set[str]:
     """
-    Returns the names of further arguments `(B, T, ...)` that have a value for each token of a pass, such as
-    `token_type_ids`. The target's own methods cut them to a pass and make them grow.
-
-    Raises:
-        ValueError: An argument is as long as the prompt, and the target does not cut it.
+    Returns the names of further arguments `(B, T, ...)` with a value for each token of a pass (`token_type_ids`),
+    which the target's own methods cut to a pass and make grow. Raises [`Unsupported`] for one that the target does not
+    cut.
     """
     # 1. Tensors as long as the prompt, which may be given by itself, by its mask or by its embeddings.
     sources = (input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds"))
@@ -87,12 +84,10 @@ def open_session(
     reads_passes: bool = False,
 ) -> TargetSession:
     """
-    Runs the prefill as plain `generate()` does, with all tokens in all layers. Returns the session that continues from
+    Runs the prefill as plain `generate()` does, with all tokens in all layers. Returns the session that continues
     there.
 
     Args:
-        reader: Reads the target's states.
-        traits: The target's traits.
         input_ids, generation_config, model_kwargs: As prepared by `generate()`. The ids are `(B, T)`.
         settings: The settings of the trees that are verified later.
         max_new_tokens: Most tokens that may follow.

@@ -15,7 +15,7 @@ from ...model.target_shape import TargetLayers, state_width
 from .attention_kind import MASKED_IMPLEMENTATIONS
 from .ownership import own_step_of_decoding
 from .prompt import arguments_per_token, prompt_positions
-from .rollback import BLOCK_INDEX_KIND, STATE_LAYERS, can_roll_back, is_movable
+from .rollback import BLOCK_INDEX_KIND, CONVERTIBLE_LAYERS, STATE_LAYERS, can_roll_back
 from .target_memory import memory_of
 from .target_states import find_layers, num_scored
 from .traits import TargetTraits, Unsupported, drafter_device
@@ -48,38 +48,37 @@ def check_request(
             raise Unsupported(f"`{name}={value!r}` is another way of decoding. Leave it unset, or {_WITHOUT_DRAFTER}")
     if (mode := generation_config.get_generation_mode()) not in _DRAFTED_MODES:
         raise Unsupported(
-            f"A Gumiho assistant works with greedy decoding and sampling, but these settings ask for `{mode.value}`. "
-            f"Set `num_beams=1` and leave `penalty_alpha` and constraints unset, or {_WITHOUT_DRAFTER}"
+            f"A Gumiho assistant decodes greedily or samples, but these settings ask for `{mode.value}`. "
+            f"Set `num_beams=1`, and leave `penalty_alpha` and constraints unset."
         )
     if generation_config.use_cache is False:
         raise Unsupported("A draft tree is verified against the key-value cache. Set `use_cache=True`.")
     if generation_config.output_attentions:
         raise Unsupported(
-            "`output_attentions=True` is not available with a Gumiho assistant, as the target attends to a draft tree "
-            f"at once. To get attentions, {_WITHOUT_DRAFTER}"
+            f"`output_attentions=True` is not available with a Gumiho assistant. To get attentions, {_WITHOUT_DRAFTER}"
         )
-    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full", "static"):
+    implementation = generation_config.cache_implementation
+    if implementation not in (None, "dynamic", "dynamic_full", "static"):
         raise Unsupported(
-            f"`cache_implementation={generation_config.cache_implementation!r}` is not available with a Gumiho "
-            f"assistant, which keeps a cache of its own. Leave it unset, or set it to 'static' for fixed shapes and "
-            f"compilation."
+            f"`cache_implementation={implementation!r}` is not available with a Gumiho assistant. "
+            f"Leave it unset, or set it to 'static' for fixed shapes."
         )
     if mode_kwargs.get("synced_gpus"):
         raise Unsupported(
-            f"`synced_gpus` (ZeRO-3 or FSDP over several processes) is not available with a Gumiho assistant. Gather "
-            f"the parameters first, or {_WITHOUT_DRAFTER}"
+            "`synced_gpus` (ZeRO-3 or FSDP) is not available with a Gumiho assistant. "
+            f"Gather the parameters first, or {_WITHOUT_DRAFTER}"
         )
     if is_pipeline_stage(target):
         raise Unsupported(
-            f"{type(target).__name__} is split into pipeline stages, so no process has all the states that a Gumiho "
-            f"assistant reads. Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
+            f"{type(target).__name__} is split into pipeline stages, so no process has all states of it. "
+            f"Load it with `tp_plan` or `device_map` instead, or {_WITHOUT_DRAFTER}"
         )
     _check_tokenizers(mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer"))
     traits = check_target(target)
-    if generation_config.cache_implementation == "static" and traits.is_chain:
+    if implementation == "static" and traits.is_chain:
         raise Unsupported(
-            f"`cache_implementation='static'` is not available here: {traits.name} {traits.tree_obstacle}, and chains "
-            f"are verified against the target's own growing cache. Leave `cache_implementation` unset."
+            f"`cache_implementation='static'` is not available here: {traits.name} {traits.tree_obstacle}. "
+            f"Leave it unset."
         )
     check_pair(target, drafter)
     if not drafter.config.has_embedding:
@@ -96,8 +95,8 @@ def _check_tokenizers(
     # A pipeline passes two tokenizers where the configs differ in the ids of special tokens alone.
     if assistant_tokenizer is not None and not _are_alike(tokenizer, assistant_tokenizer):
         raise Unsupported(
-            "A Gumiho assistant reads the target's tokens, and `assistant_tokenizer` is not known to be the target's "
-            "tokenizer. Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
+            "`assistant_tokenizer` is not known to be the target's tokenizer, whose tokens a Gumiho assistant reads. "
+            "Leave it out, or pass the target's as `tokenizer` and as `assistant_tokenizer`."
         )
 
 
@@ -130,8 +129,8 @@ def _check_class(target: PreTrainedModel) -> None:
     name = type(target).__name__
     if not isinstance(target, PreTrainedModel):
         raise Unsupported(
-            f"A Gumiho assistant drafts for a `PreTrainedModel` of transformers, and {name} is none. Load the target "
-            f"with `AutoModelForCausalLM.from_pretrained`, or {_WITHOUT_DRAFTER}"
+            f"A Gumiho assistant drafts for a `PreTrainedModel` of transformers, and {name} is none. "
+            f"Load the target with `AutoModelForCausalLM.from_pretrained`."
         )
     if not target.can_generate():
         raise Unsupported(f"{name} does not generate text. Load it with `AutoModelForCausalLM.from_pretrained`.")
@@ -139,14 +138,13 @@ def _check_class(target: PreTrainedModel) -> None:
         raise Unsupported(f"A Gumiho assistant needs a decoder-only target, and {name} is an encoder-decoder.")
     if (step := own_step_of_decoding(target)) is not None:
         raise Unsupported(
-            f"{name} decodes with a `{step}` of its own, which drafting would leave out. Override other methods "
-            f"(`forward`, `prepare_inputs_for_generation`), or {_WITHOUT_DRAFTER}"
+            f"{name} decodes with a `{step}` of its own, which drafting would leave out. "
+            f"Override `forward` or `prepare_inputs_for_generation` instead, or {_WITHOUT_DRAFTER}"
         )
     if (module := compiled_module(target)) is not None:
         raise Unsupported(
-            f"{name} was compiled (its `{type(module).__name__}`), and compiled code does not run the hooks that read "
-            f"its states for a Gumiho assistant. Load the target anew and pass `cache_implementation='static'`, which "
-            f"compiles each stage of a drafted call, or {_WITHOUT_DRAFTER}"
+            f"{name} was compiled (its `{type(module).__name__}`), and compiled code runs no hooks that read states. "
+            f"Load it anew and pass `cache_implementation='static'`, which compiles drafted calls."
         )
 
 
@@ -157,15 +155,13 @@ def _check_adapters(target: PreTrainedModel) -> None:
     adapter = getattr(around, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise Unsupported(
-            f"{type(adapter).__name__} puts virtual tokens before the prompt, which a Gumiho assistant does not know. "
-            f"Call `generate()` within `disable_adapter()`, use an adapter of weights such as LoRA, or "
-            f"{_WITHOUT_DRAFTER}"
+            f"{type(adapter).__name__} puts virtual tokens before the prompt, which no drafter knows. "
+            f"Call `generate()` within `disable_adapter()`, or use an adapter of weights such as LoRA."
         )
     if _has_active_alora(target):
         raise Unsupported(
-            f"An adapter of {type(target).__name__} is an activated LoRA (`alora_invocation_tokens`), which acts on "
-            f"the newest tokens of each pass. Call `generate()` within `disable_adapter()`, use an ordinary LoRA, or "
-            f"{_WITHOUT_DRAFTER}"
+            "An adapter is an activated LoRA (`alora_invocation_tokens`), which acts on a pass's newest tokens. "
+            "Call `generate()` within `disable_adapter()`, or use an ordinary LoRA."
         )
 
 
@@ -174,13 +170,12 @@ def _why_no_cache(target: PreTrainedModel, traits: TargetTraits) -> str:
     inner = (n for n, part in target.named_children() if isinstance(part, PreTrainedModel) and part.can_generate())
     if part := next(inner, None):
         return (
-            f"{traits.name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, or "
-            f"pass it to `generate()` as `assistant_model`."
+            f"{traits.name} generates with its `{part}`. Attach the drafter to that, `attach(target.{part}, ...)`, "
+            f"or pass it to `generate()` as `assistant_model`."
         )
     return (
-        f"{traits.name} keeps no `DynamicCache` in its argument `{traits.cache_argument}`, which drafts are verified "
-        f"against: it has none, or a cache or states of its own kind. Give its `forward` such a parameter, or "
-        f"{_WITHOUT_DRAFTER}"
+        f"{traits.name} keeps no `DynamicCache` in its argument `{traits.cache_argument}`: it has none, or a cache "
+        f"or states of its own kind. Give its `forward` such a parameter, or {_WITHOUT_DRAFTER}"
     )
 
 
@@ -203,9 +198,8 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
     is_split = any(hasattr(weight, "full_tensor") for weight in weights)  # a `DTensor`
     if is_split or any(weight.is_meta for weight in weights) or len({weight.device for weight in weights}) > 1:
         raise Unsupported(
-            "The drafter's weights are offloaded, on several devices, or split over processes (`fully_shard`), and it "
-            f"runs in every cycle. Load it with `device_map='{drafter_device(target)}'`, or call `drafter.unshard()` "
-            f"and `unshard()` of its sharded parts."
+            "The drafter's weights are offloaded, on several devices, or split over processes (`fully_shard`). "
+            f"Load it with `device_map='{drafter_device(target)}'`, or call `drafter.unshard()`."
         )
     config, draft = target.config.get_text_config(decoder=True), drafter.config.get_text_config()
     for what, ours, theirs in (
@@ -220,8 +214,8 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
             )
     if _has_other_head(target, drafter):
         raise Unsupported(
-            f"The MTP layer of {drafter.config.converted_from!r} came with an output head that is not the "
-            f"target's, which is not available here. Use a drafter that was trained for this target."
+            f"The MTP layer of {drafter.config.converted_from!r} came with another output head than the target's. "
+            f"Use a drafter that was trained for this target."
         )
     if (layers := drafter.config.layers_read(target.config)) is None:
         return
@@ -230,9 +224,9 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         _check_block_pair(target, drafter, layers)
     if drafter.config.is_eagle3 and drafter.config.target_layer_ids is None:
         logger.warning_once(
-            f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the outputs of the "
-            f"layers {list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with "
-            f"others, pass them as `target_layer_ids=[...]` to `from_pretrained` (in commands: --target_layer_ids)."
+            f"The EAGLE-3 head {drafter.config.converted_from or drafter.name_or_path!r} reads the layers "
+            f"{list(layers.ids)} of {type(target).__name__}, as its config names none. If it was trained with others, "
+            f"pass `target_layer_ids=[...]` to `from_pretrained` (in commands: --target_layer_ids)."
         )
 
 
@@ -257,16 +251,15 @@ def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: Tar
     name, config = type(target).__name__, target.config.get_text_config(decoder=True)
     if not layers.is_last_normed:
         raise Unsupported(
-            f"This block drafter reads the last layer of {name} ({config.num_hidden_layers - 1}). Whether it was "
-            f"trained on the state before or after the final norm depends on the tool. Use a drafter that reads lower "
-            f"layers."
+            f"This block drafter reads the last layer of {name} ({config.num_hidden_layers - 1}). Some tools train on "
+            f"the state before the final norm, others on that after it. Use a drafter that reads lower layers."
         )
     factors = [getattr(target.get_input_embeddings(), "embed_scale", None)]
     factors += [getattr(config, field, None) for field in ("embedding_multiplier", "scale_emb")]
     if not drafter.config.has_embedding and any(factor not in (None, 1) for factor in factors):
         raise Unsupported(
-            f"{name} scales its token embedding. Whether this block drafter was trained on scaled rows depends on the "
-            f"tool. Use a drafter with an embedding of its own."
+            f"{name} scales its token embedding, and not all tools train block drafters on scaled rows. "
+            f"Use a drafter with an embedding of its own."
         )
 
 
@@ -279,10 +272,8 @@ def check_inputs(
     max_new_tokens: int,
 ) -> None:
     """
-    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call: the prompt `input_ids` `(B, T)`,
-    the config and `model_kwargs` as `generate()` has prepared them, the cache among them, and at most `max_new_tokens`
-    after it. The target does not run, except for a trial of a few tokens in the first call of a chain's class and
-    config.
+    Raises [`Unsupported`] where drafts cannot be verified for the inputs of a call, as `generate()` has prepared them,
+    and at most `max_new_tokens` after the prompt `input_ids` `(B, T)`. The target runs for a chain's trial alone.
     """
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(traits.cache_argument)
     if mask is not None and mask.ndim == 2 and not bool(mask.all()):
@@ -319,8 +310,8 @@ def _check_length(traits: TargetTraits, start: int, stop: int, cache: Any) -> No
         # Plain decoding does not run the last token.
         if first <= limit < stop - 1:
             raise Unsupported(
-                f"{traits.name} {what}, and this generation may go from {start} to {stop}. Lower `max_new_tokens`, "
-                f"pass no cache of an earlier turn, or {_WITHOUT_DRAFTER}"
+                f"{traits.name} {what}, and this generation may go from {start} to {stop}. "
+                f"Lower `max_new_tokens`, pass no cache of an earlier turn, or {_WITHOUT_DRAFTER}"
             )
 
 
@@ -333,7 +324,8 @@ def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[
     if (kept := getattr(config, "keep_window_size", None)) is not None:
         yield f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance", kept, 0
     if config.model_type == "phi4_multimodal":
-        limit, num_cached = config.original_max_position_embeddings, 0 if cache is None else cache.get_seq_length()
+        limit = config.original_max_position_embeddings
+        num_cached = 0 if cache is None else cache.get_seq_length()
         yield f"drops its cache where a text grows beyond {limit} tokens", limit, num_cached or start
     # Some rotary embeddings change with the largest position.
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -352,8 +344,8 @@ def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[
 def _check_cache(traits: TargetTraits, cache: Any) -> None:
     """Refuses a cache of the caller's that drafts cannot be verified against."""
     layers = getattr(cache, "layers", [])
-    is_usable = isinstance(cache, DynamicCache) and not cache.offloading
-    is_usable = is_usable and all(can_roll_back(layer) if traits.is_chain else is_movable(layer) for layer in layers)
+    holds_drafts = can_roll_back if traits.is_chain else _is_convertible
+    is_usable = isinstance(cache, DynamicCache) and not cache.offloading and all(map(holds_drafts, layers))
     # What a subclass or a patch does to new entries is unknown.
     update = getattr(cache, "update", None)
     is_own = getattr(update, "__func__", update) is not DynamicCache.update
@@ -361,13 +353,18 @@ def _check_cache(traits: TargetTraits, cache: Any) -> None:
     # States are kept at one size, so `crop` would find no more of their past.
     records = any(isinstance(layer, STATE_LAYERS) and getattr(layer, "record_past", False) for layer in layers)
     if is_own or records or not is_usable:
+        kinds = sorted({type(layer).__name__ for layer in layers})
         raise Unsupported(
             f"A Gumiho assistant needs an ordinary `DynamicCache` on the target's device, from whose layers drafts "
             f"can be removed, without an `update` of its own or states that record their past "
-            f"(`activate_past_recording`). It got {type(cache).__name__} with "
-            f"layers {sorted({type(layer).__name__ for layer in layers})}. Pass "
+            f"(`activate_past_recording`). It got {type(cache).__name__} with layers {kinds}. Pass "
             f"`{traits.cache_argument}=DynamicCache(config=target.config)`, or none; for fixed shapes set "
-            f"`cache_implementation='static'` instead of passing a cache."
+            f"`cache_implementation='static'`."
         )
     if not traits.is_chain:
         traits.check_is_whole(cache)
+
+
+def _is_convertible(layer: Any) -> bool:
+    # A cache of trees takes over what such layers hold.
+    return type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS

@@ -49,11 +49,6 @@ class StateSnapshot:
             crop_to(self.layer, self._num_entries)
 
 
-def is_movable(layer: Any) -> bool:
-    """Whether a cache of trees can take over the entries of a layer."""
-    return type(layer) in CONVERTIBLE_LAYERS + STATE_LAYERS
-
-
 def is_croppable(layer: Any) -> bool:
     """Whether a layer can be cropped to fewer tokens."""
     kinds = (*CONVERTIBLE_LAYERS, cache_utils.DynamicIndexedLayer, DYNAMIC_LAYER_TYPE_MAPPING.get(BLOCK_INDEX_KIND))

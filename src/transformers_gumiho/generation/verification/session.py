@@ -35,8 +35,7 @@ class TargetOutput:
 
     Attributes:
         logits (`(B, n, V)`): For the prompt, of its last token only (`n = 1`).
-        states: Hidden states. `T` is `n` for a tree; for the prefill, the number of prompt tokens that ran (fewer with
-            a cache).
+        states: Hidden states of the `T = n` nodes, or of the prompt's tokens that ran (fewer with a cache).
         position_ids (`(B, T)`): The positions of those states; of a prompt `(..., B, T)`.
         hidden_states: All layers' states `(B, T, H)` where they were asked for.
     """
@@ -50,11 +49,10 @@ class TargetOutput:
 @dataclass(frozen=True)
 class CommittedTokens:
     """
-    The newly committed tokens of each row, aligned left, and the target's hidden states that predicted them.
+    The newly committed `tokens` `(B, n)` of each row, aligned left, and the target's states that predicted them.
 
     Attributes:
-        tokens (`(B, n)`): The token ids.
-        target_states (`(B, n, k * H)`): The target's states of the layers that the drafter reads, one state per token.
+        target_states (`(B, n, k * H)`): The states of the layers that the drafter reads, one per token.
         position_ids (`(B, n)`): The positions of these states.
         accepted_lengths: Number of committed tokens in each row. Entries after them have no meaning.
         attention_mask (`(B, n)`, *optional*): For the prompt: 0 if the state belongs to padding.
@@ -124,7 +122,7 @@ class TargetPrompt:
         length: Number of cache entries of the prompt.
         mask (`(B, length)`, *optional*): False at padding. `None` without any.
         next_position (`(..., B, 1)`): The position after it. Multimodal decoders have several per token.
-        cache: The cache that the caller passed or `generate()` made.
+        cache: The caller's cache, or that of `generate()`.
         keeps_cache: Whether anybody sees that cache after the generation.
     """
 
@@ -143,8 +141,8 @@ class TargetPrompt:
 @dataclass(eq=False)
 class TargetSession:
     """
-    A target after the prefill, as a context manager; [`open_session`] makes it. At its end, also after an error, its
-    hooks are removed, and the caller's cache holds what was committed.
+    A target after the prefill, as a context manager. At its end, also after an error, its hooks are removed, and the
+    caller's cache holds what was committed.
 
     Attributes:
         reader: Reads the target's states.
@@ -255,10 +253,9 @@ class TargetSession:
 
     def committed_prompt(self, text: torch.Tensor, vocab_size: int) -> CommittedTokens:
         """
-        Returns the tokens after those that the prefill ran: of all the prompt, or of what follows the caller's cache.
+        Returns the tokens that the prefill ran, each with the state before it. Once, as a long prompt's take memory.
         `text` `(B, T + 1)` is the prompt and the first new token; with `inputs_embeds` the new token alone. The
-        drafter knows `vocab_size` tokens; a multimodal prompt may mark its images by others. Once, as the states of a
-        long prompt take memory.
+        drafter knows `vocab_size` tokens; a multimodal prompt may mark its images by others.
         """
         read, position_ids, mask = self.prefill.states, text_positions(self.prefill.position_ids), self.prompt.mask
         del self.prefill
@@ -352,8 +349,7 @@ class TargetSession:
     def max_depth(self) -> int | None:
         """
         The depth of a tree's last nodes that have a position in the target's table (learned or sinusoidal positions
-        end, rotary ones do not); `None` if all nodes have one. 0 where the root itself is the last, or beyond: there
-        the target does what it does in plain decoding.
+        end); `None` if all have one. 0 where the root is the last, or beyond, as plain decoding runs it there, too.
         """
         if self._table_end is None:
             return None

@@ -23,15 +23,13 @@ def take_over(
 ) -> TreeCache:
     """
     Moves the entries of a cache, after a prefill, to a [`TreeCache`] of this `capacity` and `memory`, whose `restore`
-    moves them back, also if an error ends the move. All of its layers are [`is_movable`]. A sliding layer has dropped
-    the entries before its window: their slots stay empty.
+    moves them back, also if an error ends the move. All of its layers are `CONVERTIBLE_LAYERS` or `STATE_LAYERS`.
 
     Args:
         context_mask: As for [`TreeCache.hide`].
         length: Entries of the prompt; by default the cache counts them, which one of states alone cannot.
         can_rewind: Whether [`TreeCache.truncate`] may be called with states, which takes a copy of them.
-        num_nodes: Nodes of a pass. With it, sliding layers hold no more than their window and a pass. Shapes are then
-            not fixed.
+        num_nodes: Nodes of a pass in shapes that grow: sliding layers then hold their window and a pass alone.
     """
     length = cache.get_seq_length() if length is None else length
     # 1. A cache of as many rows and layers. States stay where they are.

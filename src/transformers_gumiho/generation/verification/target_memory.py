@@ -20,8 +20,8 @@ MAX_KEPT = 2
 @dataclass(eq=False)
 class Attachment:
     """
-    What was attached to a target, outside of `with` blocks or within one: the drafter of its calls, and the drafters
-    that were loaded by name, each with the state of its files then.
+    What was attached to a target, for good or in a `with` block: the drafter of its calls, and the drafters that were
+    loaded by name, each with the state of its files then.
     """
 
     drafter: Any = None
@@ -76,15 +76,9 @@ class TargetMemory:
         make: Callable[[], Sequence[torch.Tensor]],
     ) -> Sequence[torch.Tensor]:
         """
-        Returns the tensors that `make()` returns, or the same ones as the last call of this name, if it had the same
-        key and weights.
-
-        Args:
-            name: What the tensors are.
-            owner: The module that the weights belong to, or the other one of two. The tensors are freed with it.
-            weights: What the tensors are computed from.
-            key: What they depend on beside the weights. Tensors in it are compared by identity.
-            make: Computes the tensors. Captured graphs may read them where they are.
+        Returns the tensors that `make()` computes from `weights`, or the same ones as the last call of this name, if
+        it had the same weights and `key`: what they depend on beside the weights (tensors by identity). They are freed
+        with `owner`, the module that the weights belong to. Captured graphs may read them where they are.
         """
         of_owner, state = self.derived.setdefault(owner, {}), WeightState.of(weights)
         known = of_owner.get(name)
@@ -111,10 +105,7 @@ def memory_of(module: nn.Module) -> TargetMemory:
 
 
 def place_of(target: Any) -> tuple[str, dict[str, Any]]:
-    """
-    Returns the folder or the name on the Hub that a target was loaded from, and the arguments of `from_pretrained`
-    that said where it is.
-    """
+    """Returns the folder or Hub name that a target was loaded from, and the arguments that said where it is."""
     return target.config.name_or_path, memory_of(target).places
 
 
@@ -123,9 +114,9 @@ def free_memory(target: nn.Module) -> None:
     Frees the memory that calls keep for a target.
 
     With `cache_implementation="static"` on an accelerator, captured graphs read caches at fixed addresses. The caches
-    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches.
-    A draft vocabulary's part of the output head and the tables of transitions stay, too. The next call makes anew what
-    it needs, and graphs are captured again.
+    of up to two kinds of calls (by rows and length) stay until the target is deleted: as much as two static caches. So
+    do a draft vocabulary's part of the output head and the tables of transitions. The next call makes anew what it
+    needs.
 
     Args:
         target: The target, or a wrapper of it, as for [`attach`].
@@ -138,8 +129,8 @@ def free_memory(target: nn.Module) -> None:
 
 class StaticMemory:
     """
-    The tensors of one compiled generation at a time, which captured graphs read where they are. The next generation
-    with as many rows and slots gets the same ones, if it asks for the same shapes in the same order.
+    The tensors of one compiled generation at a time, which captured graphs read where they are. The next generation of
+    this kind gets the same ones, if it asks for the same shapes in the same order.
     """
 
     def __init__(self, batch_size: int, capacity: int):
@@ -149,7 +140,7 @@ class StaticMemory:
 
     @classmethod
     def take(cls, target: nn.Module, batch_size: int, capacity: int) -> "StaticMemory":
-        """Returns the memory of an earlier generation of this kind that no other one uses now, or a new one."""
+        """Returns the memory of an earlier generation of this kind that is not in use, or a new one."""
         return memory_of(target).static.pop((batch_size, capacity), None) or cls(batch_size, capacity)
 
     @torch.inference_mode(False)  # or the next generation could not write to them outside of inference mode

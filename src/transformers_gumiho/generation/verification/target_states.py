@@ -67,8 +67,8 @@ class TargetStates:
 
 def projected_states(target: PreTrainedModel, last_hidden_states: torch.Tensor) -> Any:
     """
-    Returns the input `(..., H)` of the target's output projection, so that the projection alone turns states, and a
-    drafter's features, into logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
+    Returns the input `(..., H)` of the target's output projection, which alone turns it, or a drafter's features, into
+    logits. `last_hidden_states` `(B, T, ...)` are what the decoder returns.
     """
     # After the decoder of BERT, RoBERTa and ELECTRA comes a dense layer with a norm, which may change the width.
     projection = target.get_output_embeddings()
@@ -121,9 +121,8 @@ def find_layers(target: PreTrainedModel, layers: TargetLayers) -> dict[int, nn.M
 
 class FeatureReader:
     """
-    Reads the states of a target: of texts that it runs through the decoder, or of passes that others make. Only the
-    layers that a drafter reads get hooks. `read_target` is the drafter's, where it reads a prompt on its own. Raises
-    `ValueError` where the target does not have these layers.
+    Reads the states of a target, of texts that it runs through the decoder, or of passes that others make. Only the
+    layers that a drafter reads get hooks. `read_target` is the drafter's, where it reads a prompt on its own.
     """
 
     def __init__(
@@ -207,8 +206,8 @@ _capture = threading.local()
 
 def begin_capture(read_pass: Callable[[CapturedPass], CapturedPass] | None = None) -> None:
     """
-    Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks. What `read_pass`
-    makes of a pass is kept instead.
+    Starts recording the states of this thread's passes, where a [`FeatureReader`] has set hooks, or what `read_pass`
+    makes of them.
     """
     _capture.states, _capture.layers, _capture.read = (), (), read_pass
 

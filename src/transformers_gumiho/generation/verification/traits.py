@@ -51,7 +51,7 @@ class TargetTraits:
         cache_argument: Name of the argument of `forward` that takes the cache.
         takes_cache: Whether it takes and returns a `DynamicCache`, which drafts are verified against.
         unused_outputs: Arguments of `forward` that turn off outputs which decoding does not read. A config may ask for
-            them, and they may be computed from a mask of padding, which passes over trees have not.
+            them, and some are computed from a mask of padding, which passes over trees have not.
         foreign: The [`foreign_code`] in its passes, with which it verifies chains, as far as a trial says.
         has_states: Whether layers keep states.
         tree_obstacle: Why it cannot verify draft trees, as a clause that follows its name. It then verifies chains.
@@ -80,11 +80,11 @@ class TargetTraits:
         attention = attention_kind(target, config, has_windows=any(windows.values()))
         parameters, cache_name = _forward_parameters(target), cache_argument(target)
         foreign = foreign_code(target, attention.registered)
-        obstacles = (
-            _tree_obstacle(target, config, kinds),
-            attention.tree_obstacle,
-            _foreign_obstacle(foreign),
-        )
+        has_states = is_stateful(target) or not kinds.isdisjoint(STATE_KINDS)
+        obstacle = _tree_obstacle(target, config, kinds, has_states) or attention.tree_obstacle
+        if foreign and obstacle is None:  # with any code of others, the promise to the token ends
+            first = min(function.name for function in foreign)
+            obstacle = f"runs code that is not transformers' own ({first})"
         return cls(
             name=type(target).__name__,
             config=config,
@@ -94,8 +94,8 @@ class TargetTraits:
             takes_cache=_takes_cache(target, parameters.get(cache_name)),
             unused_outputs={name: False for name in _UNUSED_OUTPUTS if name in parameters},
             foreign=foreign,
-            has_states=is_stateful(target) or not kinds.isdisjoint(STATE_KINDS),
-            tree_obstacle=next(filter(None, obstacles), None),
+            has_states=has_states,
+            tree_obstacle=obstacle,
         )
 
     @property
@@ -165,8 +165,7 @@ def filled_layers(cache: Any) -> list[Any]:
     return [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
 
 
-def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set[str]) -> str | None:
-    has_states = is_stateful(target) or not kinds.isdisjoint(STATE_KINDS)
+def _tree_obstacle(target: PreTrainedModel, config: Any, kinds: set[str], has_states: bool) -> str | None:
     unsupported = sorted(kinds - TREE_ATTENTION - STATE_KINDS)
     if unsupported or (has_states and not holds_tree(target.get_decoder())):
         what = f"layers of type {', '.join(unsupported)}" if unsupported else "a recurrent state"
@@ -194,12 +193,6 @@ def _tree_obstacle(target: PreTrainedModel, config: PreTrainedConfig, kinds: set
     if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
         return "has loops of layers that read what the last loop wrote out of the cache themselves"
     return None
-
-
-def _foreign_obstacle(foreign: frozenset[ForeignFunction]) -> str | None:
-    # With any code of others, the promise to the token ends.
-    names = sorted(function.name for function in foreign)
-    return f"runs code that is not transformers' own ({names[0]})" if names else None
 
 
 def _takes_cache(target: PreTrainedModel, parameter: inspect.Parameter | None) -> bool:

@@ -224,8 +224,8 @@ class TreeCache(Cache):
 
     def truncate(self, num_removed: Sequence[int]) -> None:
         """
-        Removes the newest `num_removed[b]` committed entries of each row. States go back to the prompt alone: with
-        states, all entries after it are removed.
+        Removes the newest `num_removed[b]` committed entries of each row; with states all entries after the prompt, as
+        states go back to it alone.
         """
         if self.states is not None and any(num_removed):
             self.states.rewind()
@@ -240,7 +240,7 @@ class TreeCache(Cache):
     def restore(self, cache: DynamicCache) -> None:
         """
         Moves the committed entries back to the cache that they came from; shorter rows end in zeros. A sliding layer
-        that records the past also gets its entries before the window. This cache is empty afterwards.
+        that records the past also gets those before the window. This cache is empty afterwards.
         """
         if self.states is not None:
             self.states.restore()

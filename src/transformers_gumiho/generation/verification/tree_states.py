@@ -1,9 +1,9 @@
 """
 The states of layers (short convolutions, recurrences) in passes over draft trees.
 
-A pass over several nodes leaves the states as they are, and keeps what each node would add to them. When a path is
-accepted, the states move on to its end: nothing runs again, and each row moves on by its own length. A root alone is
-plain decoding's step, which writes the states in place.
+A pass over several nodes leaves them as they are, and keeps what each node would add. When a path is accepted, they
+move on to its end: nothing runs again, and each row moves on by its own length. A root alone is plain decoding's step,
+which writes the states in place.
 """
 
 from collections import defaultdict

@@ -1,6 +1,5 @@
 """
-The trial of a target with a few tokens: whether it computes the same for several tokens in one pass as for one token
-after the other.
+The trial of a target: whether it computes the same for several tokens in one pass as for one token after the other.
 """
 
 import inspect

@@ -62,7 +62,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     target, tokenizer, drafter = load_pair(args)
     modes = decoding_modes(drafter, args.modes, _load_draft_model(args, target))
     conditions = _conditions(target, drafter)
-    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
     options["fields of a sample"] = [field.name for field in fields(Sample)]  # of this version
     if args.restart:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from ...commands import UserValueError
 from .datasets import MalformedRowError, parse_row, read_pair
 
 
@@ -51,6 +52,14 @@ class Example:
         turns = range(self.first_trained, len(self.messages))
         return [turn for turn in turns if self.messages[turn]["role"] == "assistant"]
 
+    @property
+    def question(self) -> str:
+        """What a user says first, or how a text begins."""
+        if self.text == "text":
+            return "".join(message.get("content") or "" for message in self.messages)[:_TEXT_CHARACTERS]
+        said = (message["content"] for message in self.messages if message["role"] == "user")
+        return str(next(said, ""))
+
 
 def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Example:
     """
@@ -68,14 +77,20 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     Raises:
         MalformedRowError: It has none of these forms.
     """
-    row = parse_row(row)
+    try:
+        return _read(parse_row(row), has_template, answered)
+    except UserValueError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise MalformedRowError(f"has a field of an unknown form ({error!r})") from error
+
+
+def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
     if "skipped" in row:
         raise MalformedRowError(str(row["skipped"]))
     if medium := next((name for name in _MEDIA if row.get(name)), None):
         raise MalformedRowError(f"has a column {medium!r}, which is not text")
     turns, first_trained, text = _find_turns(row, has_template, answered)
-    if not isinstance(turns, list) or not turns:
-        raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = [_read_message(turn, answered) for turn in turns]
     if not answered and messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
@@ -87,27 +102,26 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
         messages.insert(0, _read_message({"role": "system", "content": system}, answered))
         first_trained += 1
     extras = _parsed(row.get("chat_template_kwargs") or {})
-    if not isinstance(extras, dict):
-        raise MalformedRowError("its `chat_template_kwargs` are no object, nor the JSON of one")
     found = {name: _read_objects(row, name) for name in ("functions", "tools", "documents") if row.get(name)}
     if functions := found.pop("functions", []):  # OpenAI's name for them before `tools`
         found = {"tools": [{"type": "function", "function": function} for function in functions]} | found
     extras |= {name: objects for name, objects in found.items() if objects}  # an empty list is none
-    ended, generations = row.get("ended", True), _read_generations(row)
+    generations = [(each["prompt_ids"], each["answer_ids"]) for each in row.get("generations", [])]
+    if not all(0 <= token < 2**31 for pair in generations for ids in pair for token in ids):
+        raise MalformedRowError("its `generations` hold numbers that are no tokens")
+    ended = row.get("ended", True)
     example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)
     if not example.turns:
         raise MalformedRowError("the assistant says nothing")
     return example
 
 
-def first_question(row: Mapping[str, Any]) -> str | None:
-    """Returns what a user says first in a row, or how its text begins; `None` where it cannot be used."""
+def first_question(row: Mapping[str, Any]) -> str:
+    """Returns what a user says first in a row, or how its text begins; nothing where it cannot be used."""
     try:
-        example = read_row(row, has_template=True, answered=False)
+        return read_row(row, has_template=True, answered=False).question
     except MalformedRowError:
-        return None
-    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
+        return ""
 
 
 def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:
@@ -121,8 +135,6 @@ def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> t
         if is_text:
             prompt = [{"role": "user", "content": prompt}]
             completion = completion and [{"role": "assistant", "content": completion}]
-        if not isinstance(prompt, list) or not isinstance(completion or [], list):
-            raise MalformedRowError("its question and answer are neither both text nor both messages")
         return prompt + (completion or []), len(prompt), "completion" if is_text and not has_template else ""
     if not row.get("text"):
         raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")
@@ -168,9 +180,10 @@ def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns tool calls whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
     calls = _read_objects(message, "tool_calls") if message.get("tool_calls") else []
     functions = [call.get("function", call) for call in calls]
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise MalformedRowError("a tool call has no function with a `name`")
-    parsed = [function | {"arguments": _parsed(function.get("arguments", {}))} for function in functions]
+    parsed = [
+        function | {"name": function["name"], "arguments": _parsed(function.get("arguments", {}))}
+        for function in functions
+    ]
     return [call | {"function": new} if "function" in call else new for call, new in zip(calls, parsed, strict=True)]
 
 
@@ -181,19 +194,6 @@ def _read_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not all(isinstance(item, dict) for item in found):
         raise MalformedRowError(f"its `{name}` are no list of objects, nor the JSON of one")
     return found
-
-
-def _read_generations(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-    try:
-        if "generations" in row:
-            found = [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
-        else:  # as earlier versions named them
-            found = [(item["prompt"], item["answer"]) for item in row.get("written", [])]
-        if all(isinstance(token, int) and token >= 0 for pair in found for ids in pair for token in ids):
-            return found
-    except (KeyError, TypeError):
-        pass
-    raise MalformedRowError("its `generations` are no list of `prompt_ids` and `answer_ids`")
 
 
 def _parsed(value: Any) -> Any:

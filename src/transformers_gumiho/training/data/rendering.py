@@ -76,7 +76,7 @@ class Renderer:
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     @cached_property
-    def _after_answer(self) -> tuple[int, str]:
+    def after_answer(self) -> tuple[int, str]:
         """
         The token with which the chat template ends an answer, without one the tokenizer's end of a text; and what it
         writes after that, such as the end of the whole text, or the opening of a further answer.
@@ -91,11 +91,6 @@ class Renderer:
             return self.tokenizer.eos_token_id, ""
         rest = self.decode(after[end + 1 :])
         return after[end], rest if rest.strip() else ""
-
-    @property
-    def end_of_answer(self) -> int:
-        """The token that ends an answer."""
-        return self._after_answer[0]
 
     def _after_marks(self, text: str) -> str:
         """Returns what follows the last special token of a text."""
@@ -137,7 +132,7 @@ class Renderer:
         """Returns the conversation up to an answer, of which the answer's own tokens are learned."""
         before, message = example.messages[:turn], example.messages[turn]
         prompt = self._render(before, example.extras, add_generation_prompt=True)
-        whole = self._render([*before, message], example.extras).removesuffix(self._after_answer[1])
+        whole = self._render([*before, message], example.extras).removesuffix(self.after_answer[1])
         if not whole.startswith(prompt):
             raise MalformedRowError(UNCLEAR)
         answer, content = whole[len(prompt) :], (message["content"] or "").strip()

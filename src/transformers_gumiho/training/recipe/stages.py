@@ -244,8 +244,9 @@ class Run(RunContext):
         """Writes prompts of the rows that are held out into a file, and returns their number."""
         args, tokenizer = self.args, load_tokenizer(self.args)
         room = num_positions(self.target_config) - args.measured_new_tokens
-        texts = (text for text in map(first_question, self._split()[1] or []) if text)
-        fitting = (text for text in texts if len(encode_turn(tokenizer, [text], [])) <= room)
+        rows = self._split()[1] or ()
+        texts = map(first_question, rows) if args.regenerate or not rows else rows["question"]
+        fitting = (text for text in texts if text and len(encode_turn(tokenizer, [text], [])) <= room)
         prompts = list(islice(fitting, args.num_measured_prompts))
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]

@@ -41,11 +41,6 @@ class WritingSettings:
     seed: int = 0
     num_prompt_tokens: int = 64
 
-    def __post_init__(self) -> None:
-        for name in ("max_length", "max_new_tokens", "num_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise UserValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-
 
 def regenerate_dataset(
     dataset: Dataset,
@@ -94,7 +89,10 @@ def regenerate_dataset(
         return write_row(number, prompts[number], renderer, settings)
 
     with row_file(output_file, made_from) as file:
-        file.write(_longest_first(prompts), begin, engine, "target answers")
+        # Those with long prompts first, so that like ones are answered together.
+        lengths = [len(ids or ()) for ids in prompts["prompt_ids"]]
+        longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        file.write(longest_first, begin, engine, "target answers")
         report, num_answers = _report(file.rows(), settings)
         file.finish(file.rows(), report)
     if not num_answers:
@@ -177,9 +175,3 @@ def loops(ids: list[int]) -> bool:
     tail = ids[-_LOOP_TOKENS:]
     phrases = range(1, _LONGEST_PHRASE + 1)
     return len(tail) == _LOOP_TOKENS and any(tail[size:] == tail[:-size] for size in phrases)
-
-
-def _longest_first(prompts: Dataset) -> list[int]:
-    """Returns the numbers of the rows: those with long prompts first, so that like ones are answered together."""
-    lengths = [len(ids or ()) for ids in prompts["prompt_ids"]]
-    return sorted(range(len(lengths)), key=lambda number: -lengths[number])

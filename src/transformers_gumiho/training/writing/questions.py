@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 import zlib
 from collections.abc import Sequence
 from functools import partial
@@ -29,8 +28,6 @@ _MIN_CHARACTERS = 8
 # A text of repetitions is a fifth of its size when compressed; prose is a half.
 _MAX_COMPRESSION = 5.0
 _COMPRESSED_FROM = 100
-_MIN_LETTERS = 0.3
-_RUN = re.compile(r"(.{1,20}?)\1{7,}", re.DOTALL)
 
 
 class UserTurnNotFoundError(UserValueError):
@@ -104,7 +101,14 @@ def synthesize_dataset(
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
             rows = list(file.rows())
-            useful = _mark_duplicates(rows[:num_written])
+            seen: dict[str, str] = {}
+            for row in rows[:num_written]:
+                key = normalized(row["prompt"])
+                if "dropped" not in row and key in seen:
+                    row["dropped"] = "a duplicate"
+                elif "dropped" not in row:
+                    seen[key] = row["prompt"]
+            useful = list(seen.values())
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:
                 raise UserValueError(
@@ -113,18 +117,6 @@ def synthesize_dataset(
                 )
         file.finish(rows, f"{num_prompts} prompts. Dropped: {dropped}.")
     return Dataset.from_list([{"messages": [{"role": "user", "content": text}]} for text in useful[:num_prompts]])
-
-
-def _mark_duplicates(rows: list[dict[str, Any]]) -> list[str]:
-    """Drops questions that others asked before; returns those that are left."""
-    useful: dict[str, str] = {}
-    for row in rows:
-        key = normalized(row["prompt"])
-        if "dropped" not in row and key in useful:
-            row["dropped"] = "a duplicate"
-        elif "dropped" not in row:
-            useful[key] = row["prompt"]
-    return list(useful.values())
 
 
 def _ask(
@@ -154,12 +146,8 @@ def why_degenerate(text: str, ended: bool, special_tokens: list[str]) -> str | N
     """Returns why a self-written prompt is useless, or `None`. Only templates write the `special_tokens`."""
     if not ended:
         return "does not end"
-    if len(text) < _MIN_CHARACTERS:
-        return "too short"
-    if "�" in text or any(token in text for token in special_tokens):
-        return "garbled"
-    if sum(map(str.isalpha, text)) < _MIN_LETTERS * len(text):
-        return "hardly any letters"
+    if len(text) < _MIN_CHARACTERS or any(token in text for token in [*special_tokens, "\ufffd"]):
+        return "too short or garbled"
     data = text.encode()
     repeats = len(data) >= _COMPRESSED_FROM and len(data) > _MAX_COMPRESSION * len(zlib.compress(data))
-    return "repeats itself" if repeats or _RUN.search(text) else None
+    return "repeats itself" if repeats else None
