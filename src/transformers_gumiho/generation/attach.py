@@ -133,8 +133,8 @@ def _generate(plain: Callable[..., Any], target: PreTrainedModel, /, *args: Any,
 @dataclass(frozen=True)
 class AttachedDrafter:
     """
-    An `assistant_model` that the caller of `generate()` did not give: a call that turns out not to be drafted decodes
-    plainly instead of raising an error. It carries the target's traits, which were found when the call was checked.
+    An `assistant_model` that the caller did not give, with the target's traits: a call that turns out not to be
+    drafted decodes plainly instead of raising an error.
     """
 
     drafter: GumihoModel
@@ -148,10 +148,7 @@ def generate_where_possible(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """
-    Generates with a drafter if the call names no assistant and can be drafted, and else plainly: by `plain`, the
-    `generate()` of the target, with the arguments of the call.
-    """
+    """Generates with a drafter if the call names no assistant and can be drafted, and else by `plain`."""
     given = dict(zip(ARGUMENTS_OF_GENERATE, args, strict=False)) | kwargs
     is_other = given.get("custom_generate") is not None or given.get("cache_implementation") == "paged"
     if "assistant_model" in given or is_other:

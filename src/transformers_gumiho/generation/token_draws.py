@@ -92,12 +92,9 @@ class TokenDraws:
 
     def draw(self, scores: torch.Tensor, steps: Sequence[int | None]) -> torch.Tensor:
         """
-        Draws a token `(B, 1)` for every row, as `torch.multinomial` draws it in plain decoding. If no probability of a
-        row is positive, it may be [`NO_TOKEN`], which the host checks when it reads the tokens.
-
-        Args:
-            scores (`(B, V)`): Processed logits.
-            steps: Tokens that each row has drawn before; `None` for rows that take none, whose scores are not read.
+        Draws a token `(B, 1)` for every row by processed `scores` `(B, V)`, as `torch.multinomial` in plain decoding.
+        If no probability is positive, it may be [`NO_TOKEN`], which the host checks when it reads the tokens. `steps`
+        are the tokens that each row has drawn before; `None` for rows that take none, whose scores are not read.
         """
         taking = [step for step in steps if step is not None]
         if len(taking) < len(steps):
@@ -130,8 +127,7 @@ class TokenDraws:
     ) -> torch.Tensor | None:
         """
         Returns the Gumbel noise `(B, num_draws, K)` of each row's next draws, for `token_ids` `(K,)` or all tokens;
-        `None` if it is unknown, as where the caller knows another number of tokens. `steps` is as in [`draw`]. Rows
-        that take no token get any draws.
+        `None` if it is unknown. `steps` is as in [`draw`]. Rows that take no token get any draws.
         """
         exponentials = self._next(num_draws, vocab_size, steps, token_ids)
         return None if exponentials is None else exponentials.log().neg_()

@@ -74,8 +74,8 @@ class DraftTransitions:
         head i under candidate a of the head above. The first head reads the serial token instead, for every a.
 
         Args:
-            serial_tokens (`(B, P)`): The last token of each serial path, as an index from 0 to `K - 1`.
-            tokens (`(B, heads, P, M)`), log_probs: The candidates, as such indices, and what the heads alone say.
+            serial_tokens (`(B, P)`): The last token of each serial path.
+            tokens, log_probs (`(B, heads, P, M)`): The candidates, and what the heads alone say.
             scales (`(heads, 1, 1, 1)`): Factors of the logits of each head.
         """
         first = serial_tokens[:, None, :, None].expand(-1, 1, -1, tokens.shape[3])
@@ -89,15 +89,13 @@ def extend_paths(
     last_level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int, beam: int
 ) -> list[DraftLevel]:
     """
-    Returns the levels below the last serial one. Its first `P` nodes are extended; each parallel head has `M`
-    candidates for each of them.
+    Returns the levels below the last serial one, of at most `num_nodes` each. At most `beam` nodes of a level are
+    extended, each by as many tokens.
 
     Args:
-        last_level: The last serial level.
-        tokens (`(B, heads, P, M)`): The candidates.
+        last_level: The last serial level, of which the first `P` nodes are extended.
+        tokens (`(B, heads, P, M)`): The candidates of each parallel head for each of them.
         log_probs (`(B, heads, P, M, M)`): Of each candidate under each one above, as [`DraftTransitions.apply`] says.
-        num_nodes: Most nodes of each level.
-        beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
     batch_size, num_heads, num_paths, num_candidates = tokens.shape
     # 1. An index for each candidate, counted over all heads and paths. With 2 paths and 3 candidates each, the first

@@ -132,16 +132,13 @@ def build_tree(
     token_ids: torch.Tensor | None = None,
 ) -> DraftTree:
     """
-    Builds the tree of the best `num_nodes` nodes of all levels (of all their nodes if there are fewer).
+    Builds the tree of the best `num_nodes` nodes of all levels under the newest committed tokens `(B,)`.
 
     Log-probabilities are never positive, so no node scores above its parent; among equals the shallower comes first
     (the sort is stable). The choice therefore always holds the parents of the nodes it holds.
 
     Args:
-        root_tokens (`(B,)`): The newest committed tokens.
-        levels: The levels from depth 1 down.
-        num_nodes: The most drafted nodes of the tree.
-        max_depth: No path of the levels is longer.
+        levels: The levels from depth 1 down, of which no path is longer than `max_depth`.
         token_ids (`(K,)`, *optional*): Ids of the tokens, if the levels hold indices from 0 to `K - 1` instead of ids.
     """
     tokens, scores = [level.tokens for level in levels], [level.scores for level in levels]
@@ -164,13 +161,9 @@ def choose_nodes(
     tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int, max_depth: int
 ) -> DraftTree:
     """
-    Returns the tree of a root and its best `num_nodes` descendants, of `n` candidates of which the root is the first.
-
-    Args:
-        tokens (`(B, n)`): The tokens of the candidates.
-        scores (`(B, n)`): Their scores, none better than that of the parent. Among equals the parent comes first.
-        parents (`(B, n)`): For each the candidate that is its parent.
-        num_nodes, max_depth: The most drafted nodes of the tree, and of a path.
+    Returns the tree of a root and its best `num_nodes` descendants, of candidates `(B, n)` of which the root is the
+    first, and no path is longer than `max_depth`. No score is better than that of the parent, which is given by its
+    number and comes first among equals.
     """
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     chosen = order[:, : num_nodes + 1]
@@ -194,8 +187,8 @@ def limit_depth(tree: DraftTree, max_depth: int, is_path: bool) -> DraftTree:
     Returns the tree without its nodes below `max_depth`; all rows keep as many as the row with the most above it. In
     chains (`is_path`) that is their depth.
 
-    Nodes below it that remain come last. No walk reaches them; they have the position of `max_depth`. On an
-    accelerator all of a tree's remain, because the host would have to wait for their number.
+    Nodes below it that remain come last, with the position of `max_depth`. No walk reaches them. On an accelerator all
+    of a tree's remain, because the host would have to wait for their number.
     """
     if tree.max_depth <= max_depth:
         return tree

@@ -15,8 +15,7 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tensor) ->
 
     Args:
         tokens (`(B, M)`): The branch, from depth 1 down.
-        scores (`(B, M)`): The summed log-probabilities (nats) down to each of its tokens. Never rising; minus infinity
-            from where the branch of a row has ended.
+        scores (`(B, M)`): The summed log-probabilities (nats) down to each of its tokens; minus infinity after it.
     """
     num_nodes, length = tree.tokens.shape[1], tokens.shape[1]
     shared = _shared_nodes(tree, tokens)

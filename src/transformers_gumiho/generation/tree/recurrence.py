@@ -90,8 +90,7 @@ def run_delta_rule(
         beta (`(B, h, n, 1)`): The share that is written.
         state (`(B, h, K, V)`): The state before the root.
 
-    Returns:
-        The outputs `(B, h, n, V)`, and what the nodes do to the state.
+    Returns the outputs `(B, h, n, V)`, and what the nodes do to the state.
     """
     query, key, value, decay, beta, state = _in_one_dtype(query, key, value, decay, beta, state)
     remains, between = _decays(decay, ancestors)
@@ -123,8 +122,7 @@ def run_scan(
         write, read (`(B, h, n, V)`): How nodes write to the state and read it (`B` and `C` in the paper).
         state (`(B, h, K, V)`): The state before the root.
 
-    Returns:
-        The outputs `(B, h, n, K)`, and what the nodes do to the state.
+    Returns the outputs `(B, h, n, K)`, and what the nodes do to the state.
     """
     inputs, decay, write, read, state = _in_one_dtype(inputs, decay, write, read, state)
     remains, between = _decays(decay, ancestors)
