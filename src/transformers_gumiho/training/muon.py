@@ -35,7 +35,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for inner in self._inner.values() for group in inner.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # trainers give no closure
+    def step(self, closure: Any = None) -> Any:  # trainers give no closure
         """Updates all parameters once."""
         for uses_muon, inner in self._inner.items():
             # A checkpoint that was loaded replaced both.
