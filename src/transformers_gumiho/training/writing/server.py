@@ -92,8 +92,10 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of `tasks` as they end. Raises `EndpointError` if the server does not answer, or
-        refuses the first rows, of which none is yielded.
+        Yields the numbers and rows of `tasks` as they end.
+
+        Raises:
+            EndpointError: The server does not answer, or refuses the first rows, of which none is yielded.
         """
         if self._knows_ids is None:
             self._try_servers()
