@@ -170,7 +170,6 @@ class Recorder:
         self.stop()
 
     def _open(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begins a cache, or goes on with one. Raises `ValueError` where that is of something else."""
         self._manifest = Manifest(self.folder)
         if any(self.folder.iterdir()) and "recording" not in self._manifest.made_from:
             raise UserValueError(f"{str(self.folder)!r} holds something else than a recording. Name a new folder.")

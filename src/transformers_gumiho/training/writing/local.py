@@ -61,7 +61,9 @@ class LocalEngine:
     def __init__(self, target: PreTrainedModel, batch_size: int = 32, tokens_per_pass: int | None = None):
         if batch_size < 1:
             raise UserValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        self.target, self.batch_size, self.tokens_per_pass = target.eval(), batch_size, tokens_per_pass
+        self.target = target.eval()
+        self.batch_size = batch_size
+        self.tokens_per_pass = tokens_per_pass
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
         # Rows join and leave a cache that holds all their tokens. Elsewhere all rows of a batch end before others.
@@ -153,8 +155,6 @@ class LocalEngine:
 
 @dataclass
 class _Row:
-    """A request, and what is found of its answer."""
-
     number: int
     request: Request
     found: list[int] = field(default_factory=list)
@@ -245,7 +245,6 @@ class _Choice(LogitsProcessor):
 
 
 def _numbers_of(request: Request) -> torch.Tensor:
-    """Returns the random numbers `(max_new_tokens,)` of a request."""
     generator = torch.Generator("cpu").manual_seed(request.seed)
     return torch.rand(request.max_new_tokens, generator=generator, device="cpu")
 

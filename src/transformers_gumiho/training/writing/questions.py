@@ -124,8 +124,10 @@ def _ask(
     number: int,
 ) -> Task:  # fmt: skip
     """Asks for what a user might say first; what it draws depends on its number alone."""
-    tokenizer, (opening, closing), first_words = renderer.tokenizer, turn, openings[number % len(openings)]
-    prompt, chance = renderer.encode(opening + first_words), random.Random(f"{seed} question {number}")
+    tokenizer, (opening, closing) = renderer.tokenizer, turn
+    first_words = openings[number % len(openings)]
+    prompt = renderer.encode(opening + first_words)
+    chance = random.Random(f"{seed} question {number}")
     # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
     ends = {*renderer.encode(closing)[:1]} & {*tokenizer.all_special_ids} | {tokenizer.eos_token_id}
     try:

@@ -71,7 +71,9 @@ class ServerEngine:
             if not url.startswith(("http://", "https://")):
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
-        self._renderer, self._num_tokens, self._lock = Renderer(tokenizer), len(tokenizer), threading.Lock()
+        self._renderer = Renderer(tokenizer)
+        self._num_tokens = len(tokenizer)
+        self._lock = threading.Lock()
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         settings["timeout"] = Timeout(_SECONDS, connect=10)
@@ -113,7 +115,6 @@ class ServerEngine:
         yield from held
 
     def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any]]:
-        """Returns the number and the row of a task."""
         number, task = numbered
         answer: Any = None
         refusal: MalformedRowError | None = None
