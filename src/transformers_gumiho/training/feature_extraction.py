@@ -101,7 +101,8 @@ def write_feature_cache(
     """
     dataset = plain_rows(dataset)
     folder, state = Path(folder).absolute(), PartialState()
-    layers, lengths = _layers(target.config, target_layer_ids), row_lengths(dataset) or []
+    layers = _layers(target.config, target_layer_ids)
+    lengths = row_lengths(dataset) or []
     features, model = OnlineFeatures(target, layers), model_fingerprint(target)
     if made_from is None:
         made_from = {"target": model, "data": conversations_fingerprint(dataset), **tokenizer_fingerprints(tokenizer)}

@@ -82,7 +82,8 @@ def record(
 
     ```
     """
-    inner, folder = as_target(target), Path(folder).absolute()  # wherever the program goes
+    inner = as_target(target)
+    folder = Path(folder).absolute()  # wherever the program goes
     check_settings(max_gigabytes, share)
     name = inner.config.name_or_path
     try:

@@ -365,7 +365,8 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
         counts = counting_states(ids, learned, renderer.tokenizer.eos_token_id)
         is_cut = len(ids) > max_length and example.text != "text"
         for start in range(0, max_length if is_cut else max(len(ids), 1), max_length):
-            some, mask = ids[start : start + max_length], counts[start : start + max_length]
+            some = ids[start : start + max_length]
+            mask = counts[start : start + max_length]
             if any(mask[1:]):
                 yield of_row | of_first | {
                     "input_ids": some, "loss_mask": mask, "num_tokens": len(some), "num_loss_tokens": sum(mask),

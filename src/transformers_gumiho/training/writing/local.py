@@ -101,8 +101,10 @@ class LocalEngine:
                     raise
                 # Rows begin again where they are, with fewer beside them.
                 rows = {row.number: row for row in [*batch.rows, *waiting]}.values()
-                answered, waiting = [row for row in rows if row.is_done], [row for row in rows if not row.is_done]
-                batch, num_rows = _Batch([], self.target, self._is_open), min(self.batch_size, len(rows))
+                answered = [row for row in rows if row.is_done]
+                waiting = [row for row in rows if not row.is_done]
+                batch = _Batch([], self.target, self._is_open)
+                num_rows = min(self.batch_size, len(rows))
                 self.batch_size = max(num_rows // 2, 1)
                 tqdm.write(f"The device's memory is too small for {num_rows} rows: now {self.batch_size} at a time.")
 
@@ -238,7 +240,8 @@ class _Choice(LogitsProcessor):
             raise UserValueError(why_not_finite(self.dtype))
         if self.sampling is None:
             return scores
-        rows, step = self.rows.to(scores.device), input_ids.shape[1] - self.prompt_length
+        rows = self.rows.to(scores.device)
+        step = input_ids.shape[1] - self.prompt_length
         drawn = draw(scores[rows], self.sampling, self.numbers[:, step].to(scores.device))
         chosen = torch.full_like(scores[rows], float("-inf")).scatter_(1, drawn[:, None], 0.0)
         return scores.index_copy(0, rows, chosen)

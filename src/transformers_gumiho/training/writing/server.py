@@ -146,7 +146,8 @@ class ServerEngine:
 
     def _try_servers(self) -> None:
         """Finds the best way that all servers know, by requests of one token: ids, marked texts, or texts."""
-        urls, request = " or ".join(self.urls), Request(self.tokenizer("a")["input_ids"], 1, None, 0)
+        urls = " or ".join(self.urls)
+        request = Request(self.tokenizer("a")["input_ids"], 1, None, 0)
         for knows_ids, self._marks in ((True, {}), (False, {"skip_special_tokens": False}), (False, {})):
             try:
                 for _ in self.urls:  # requests take the servers in turns
@@ -208,7 +209,8 @@ class ServerEngine:
             try:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
-                cause, said = error, f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
+                cause = error
+                said = f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
                 is_of_row = error.status_code in _FAULTS and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
