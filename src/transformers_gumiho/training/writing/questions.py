@@ -101,14 +101,11 @@ def synthesize_dataset(
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
             rows = list(file.rows())
-            seen: dict[str, str] = {}
-            for row in rows[:num_written]:
-                key = normalized(row["prompt"])
-                if "dropped" not in row and key in seen:
+            first: dict[str, dict[str, Any]] = {}
+            for row in [row for row in rows[:num_written] if "dropped" not in row]:
+                if first.setdefault(normalized(row["prompt"]), row) is not row:
                     row["dropped"] = "a duplicate"
-                elif "dropped" not in row:
-                    seen[key] = row["prompt"]
-            useful = list(seen.values())
+            useful = [row["prompt"] for row in first.values()]
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:
                 raise UserValueError(
