@@ -97,8 +97,8 @@ class ShareOfBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         batches = list(self.batches)
         for number in range(len(self)):
-            mine = batches[number * self.num_processes :][: self.num_processes][self.process_index :][:1]
-            yield mine[0] if mine else []
+            place = number * self.num_processes + self.process_index
+            yield batches[place] if place < len(batches) else []
 
 
 class SeededLengthGroups(LengthGroupedSampler):
@@ -134,6 +134,8 @@ class PassCollator:
 
 
 class RowsOfPasses(torch.utils.data.Dataset):
+    """A dataset whose items are lists of another one's rows."""
+
     def __init__(self, dataset: Any):
         self.dataset = dataset
 

@@ -39,6 +39,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation.
 
     Raises:
+        KeyboardInterrupt: An answer to prompts of the options was interrupted.
         ValueError: Options contradict each other, a prompt has no tokens, or `args.output` is no .svg file.
     """
     if args.prompt is not None and args.prompts is not None:
@@ -59,8 +60,6 @@ def generate(args: GenerateArguments) -> list[Answer]:
             prompt = _encode(tokenizer, turns, texts, args.system)
             answers.append(_answer(args, models, prompt, seed=args.seed + len(answers)))
             texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
-            if args.has_prompts and answers[-1].progress == "stopped":
-                return answers
             if args.prompts is None and not tokenizer.chat_template:
                 turns, texts = [], []
     return answers
@@ -161,6 +160,7 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
         for assistant in (drafter, None):
             answer_with(assistant, min(_WARM_UP_TOKENS, args.max_new_tokens), is_shown=False)
     answer = answer_with(drafter, args.max_new_tokens)
+    is_stopped = answer.progress == "stopped"
     sys.stdout.write(f"\n\n{describe_answer(answer, target.dtype, colors)}\n")
     if args.output is not None:
         _draw_into(args.output, answer_svg(answer, args.prompt))
@@ -169,8 +169,9 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
         plain = answer_with(None, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
         sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
-        if args.has_prompts and plain.progress == "stopped":
-            raise KeyboardInterrupt
+        is_stopped = plain.progress == "stopped"
+    if is_stopped and (args.prompt or args.prompts):  # otherwise the next line is typed
+        raise KeyboardInterrupt
     return answer
 
 

@@ -206,18 +206,17 @@ def usable_rows(found: Dataset, max_length: int) -> tuple[Dataset, str]:
 
 
 class DataSize(NamedTuple):
-    """The rows that a drafter is trained on, their tokens, and the tokens of the longest one."""
+    """The rows that a drafter is trained on, and their tokens."""
 
     num_rows: int
     num_tokens: int
-    longest: int
 
 
 def size_of_prompts(prompts: Dataset, tokens_per_answer: float, max_length: int) -> DataSize:
     """Returns the size of the conversations that prompts of [`read_prompts`] become, with answers of this length."""
     pairs = zip(prompts["num_tokens"], prompts["num_answers"], strict=True)
     lengths = [min(int(num_tokens + turns * tokens_per_answer), max_length) for num_tokens, turns in pairs]
-    return DataSize(len(lengths), sum(lengths), max(lengths))
+    return DataSize(len(lengths), sum(lengths))
 
 
 def plain_rows(dataset: Dataset) -> Dataset:

@@ -68,15 +68,15 @@ def size_of_data(run: RunContext) -> DataSize:
     args, rows, max_length = run.args, run.rows, run.longest_row
     if args.features is not None:
         lengths = [length for folder in args.features for length in FeatureDataset(folder).lengths]
-        return DataSize(len(lengths), sum(lengths), max(lengths))
+        return DataSize(len(lengths), sum(lengths))
     answer = args.max_new_tokens * _ANSWER_SHARE
     if rows is None:
         length = min(int(args.max_prompt_tokens * _ANSWER_SHARE + answer), max_length)
-        return DataSize(args.num_prompts, args.num_prompts * length, length)
+        return DataSize(args.num_prompts, args.num_prompts * length)
     if args.regenerate:
         return size_of_prompts(rows, answer, max_length)
     # A long text was cut into several rows.
-    return DataSize(len(rows), sum(rows["num_tokens"]), max(rows["num_tokens"]))
+    return DataSize(len(rows), sum(rows["num_tokens"]))
 
 
 def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:

@@ -44,12 +44,8 @@ Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 class Run(RunContext):
     """
-    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
-
-    Args:
-        options: What is asked for.
-        folder: Receives the drafter.
-        measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder. `measures` does the
+    stages `tune` and `evaluate`, by their names, and returns what it found in words.
     """
 
     def __init__(self, options: Options, folder: Path, measures: Measures):
@@ -123,13 +119,7 @@ class Run(RunContext):
         return Manifest(*place).is_finished
 
     def _keep_options(self) -> None:
-        path, resolved = self.work / RESOLVED, self.options.resolved()
-        before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-        PartialState().wait_for_everyone()
-        if before == resolved:
-            say(f"options: as before, in {path}")
-            return
-        text = yaml.safe_dump(resolved, sort_keys=False)
+        path, text = self.work / RESOLVED, yaml.safe_dump(self.options.resolved(), sort_keys=False)
         say(f"options, which {path} keeps:\n{text}")
         if self.is_main:
             path.write_text(text, encoding="utf-8")
