@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from transformers.utils import logging
 
-from .commands import INTERRUPTED, parse, reported_in_one_line
+from .commands import parse, reported_in_one_line
 
 
 Options = TypeVar("Options")
@@ -34,10 +34,7 @@ def main() -> None:
 def _generate(words: list[str]) -> None:
     from .tools.presenting import GenerateArguments, generate
 
-    args = _parse(GenerateArguments, generate, words)
-    answers = generate(args)
-    if args.has_prompts and answers[-1].progress == "stopped":
-        raise SystemExit(INTERRUPTED)
+    generate(_parse(GenerateArguments, generate, words))
 
 
 def _show(words: list[str]) -> None:

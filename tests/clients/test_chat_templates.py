@@ -80,7 +80,9 @@ def without_thinking(name: str) -> dict[str, Any]:
 def test_of_plain_answers_only_what_the_target_writes_is_learned(name: str) -> None:
     """No empty block of reasoning, and nothing after the end of a turn."""
     if OPENING.get(name, {}) is None:
-        assert "the chat template opens an answer in another way" in learned(name, [ASK, say("import os")])[0]
+        (reason,) = learned(name, [ASK, say("import os")])
+        assert "the chat template opens an answer in another way" in reason
+        assert "Let the target answer (`regenerate_dataset`)" in reason
         return
     if name == "nemotron_3_nano":  # while it thinks
         assert "the chat template opens an answer in another way" in learned(name, [ASK, say("import os")])[0]
@@ -96,6 +98,8 @@ def test_reasoning_is_learned_with_its_marks(name: str) -> None:
         assert "what is asked?" in text
         assert text.index("what is asked?") < text.index("import os")
     assert "hides or rewrites" in learned("llama3_1", [ASK, say("import os", reasoning="what is asked?")])[0]
+    cut = learned("qwen3", [ASK, say("<think>\nwhat")], ended=False)
+    assert "a block before an answer that begins with such a" in cut[0]
 
 
 @pytest.mark.parametrize("name", [name for name in MARKS if name != "gemma3"])
@@ -116,15 +120,12 @@ def test_calls_of_tools_are_rendered(name: str) -> None:
 def test_the_targets_own_answer_is_history_for_its_next_turn(name: str) -> None:
     """With its marks of reasoning, or without them where a template refuses these."""
     tokenizer = load(name)
-    renderer = Renderer(tokenizer)
     said = "<think>\nwhat is asked?\n</think>\n\nimport os"
     if name == "gptoss":
         said = (
             "<|channel|>analysis<|message|>what is asked?<|end|><|start|>assistant<|channel|>final<|message|>import os"
         )
-        assert renderer.after_marks(said) == "import os"
-        said = "import os"
-    text = tokenizer.decode(renderer.prompt([ASK, say(said), MORE], {}))
+    text = tokenizer.decode(Renderer(tokenizer).prompt([ASK, say(said), MORE], {}))
     assert "import os" in text
     if name in ("qwen3", "qwen3_5_think", "deepseekv3", "deepseek_r1_distill", "glm4moe", "nemotron_3_nano"):
         assert "what is asked?" not in text

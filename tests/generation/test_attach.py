@@ -331,22 +331,6 @@ def test_wrapped_models_are_the_models_inside(pair: Pair) -> None:
         assert passes_of(target, lambda: compiled.generate(**PROMPT, **SETTINGS))[0] == num_drafted
 
 
-def test_adapters_draft_or_decode_plainly(caplog: pytest.LogCaptureFixture) -> None:
-    from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
-
-    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    prompt = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
-    for adapter, is_drafted in ((lora, True), (prompt, False)):
-        target = make_target()
-        drafter, around = make_drafter(target), get_peft_model(target, adapter).double().eval()
-        num_plain, plain = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
-        attach(around, drafter)
-        num_passes, found = passes_of(target, lambda around=around: around.generate(**PROMPT, **SETTINGS))
-        assert torch.equal(found, plain)
-        assert (num_passes < num_plain) == is_drafted
-    assert any("PromptTuningConfig puts virtual tokens" in message for message in caplog.messages)
-
-
 class LosesCache(LlamaForCausalLM):
     def forward(
         self, input_ids: Any, position_ids: Any = None, cache: Any = None, past_key_values: Any = None, **kwargs: Any
@@ -568,3 +552,6 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path) -> None:
     ):
         refuse(message, "attach", target, DEMO_DRAFTER, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
+    make_drafter(make_target()).save_pretrained(tmp_path / "of another")
+    options = tmp_path / "of another", "--output_dir", tmp_path / "other"
+    refuse("has a vocabulary of 8, and the target one of 4096", "attach", DEMO_TARGET, *options)

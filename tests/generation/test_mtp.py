@@ -380,7 +380,7 @@ print(output.sequences.tolist(), len(output.accepted_lengths))
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == f"{target.model.generate(**call).tolist()} 1"
     for assistant in ("mtp", str(target.folder)):
-        with pytest.raises(ValueError, match="is a target's; give --output_dir"):
+        with pytest.raises(ValueError, match=r"has no folder of its own\. Give --output_dir"):
             tune(TuningArguments(target=str(target.folder), assistant=assistant))
     with pytest.raises(ValueError, match="stay as they are"):
         tune(TuningArguments(target=str(target.folder), assistant="mtp", output_dir=str(target.folder)))

@@ -105,10 +105,10 @@ def test_chains_of_targets_that_verify_no_tree(family: str, lengths: list[int]) 
 def test_what_is_no_number_of_tokens_is_refused(settings: dict[str, int], message: str) -> None:
     target = make_target()
     arguments = {**make_prompts([3]), "assistant_model": (drafter := make_drafter(target)), "max_new_tokens": 4}
-    with pytest.raises(ValueError, match=f"{message}. It was given to `generate"):
+    with pytest.raises(ValueError, match=message):
         target.generate(**arguments, **settings)
     drafter.generation_config.update(**settings)
-    with pytest.raises(ValueError, match=f"{message}. Set it in the drafter's `generation_config`"):
+    with pytest.raises(ValueError, match=message):
         target.generate(**arguments)
 
 

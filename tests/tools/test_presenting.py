@@ -353,21 +353,19 @@ def test_ctrl_c_ends_an_answer_and_nothing_else(
     target: PreTrainedModel, drafter: GumihoModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = new_tokens(decode(target, drafter, PROMPT, max_new_tokens=48))
-    put = Answer.put
+    put, interrupted = Answer.put, []
 
     def interrupted_put(self: Answer, value: torch.Tensor) -> None:
-        if len(self.tokens) == 20:
+        if len(self.tokens) == 20 and not interrupted:
+            interrupted.append(self)
             raise KeyboardInterrupt
         put(self, value)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Answer, "put", interrupted_put)
-        (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
-    assert list(answer.tokens) == whole[:20]
-    assert " | interrupted]" in capsys.readouterr().out
-    (answer,) = generate(GenerateArguments(**PAIR, prompt=PROMPT, max_new_tokens=48))
-    assert list(answer.tokens) == whole
-    assert "interrupted" not in capsys.readouterr().out
+    monkeypatch.setattr(Answer, "put", interrupted_put)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n" * 2))
+    answers = generate(GenerateArguments(**PAIR, max_new_tokens=48))
+    assert [answer.tokens for answer in answers] == [whole[:20], whole]
+    assert capsys.readouterr().out.count(" | interrupted]") == 1
 
 
 def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
@@ -385,6 +383,7 @@ def test_ctrl_c_ends_a_command_with_the_status_of_a_shell(
             gumiho(*words, *OPTIONS)
     written = capsys.readouterr()
     assert written.out.count(" | interrupted]") == 1
+    assert "gumiho generate: Interrupted.\n" in written.err
     assert written.err.splitlines()[-1] == "gumiho show: Interrupted."
     # Importing the package takes seconds, too.
     monkeypatch.delitem(sys.modules, "transformers_gumiho.cli")

@@ -254,7 +254,7 @@ def test_cycles_of_a_drafter_that_is_worth_nothing_are_timed_all_the_same(monkey
 
 
 def test_where_the_settings_go_is_asked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="not a folder; give --output_dir"):
+    with pytest.raises(ValueError, match=r"has no folder of its own\. Give --output_dir"):
         tune(TuningArguments(target="nobody/nothing", assistant="nobody/drafter"))
     pair = {"target": str(DEMO_TARGET), "assistant": str(DEMO_TARGET.parent / "gumiho")}
     monkeypatch.setattr(command.os, "access", lambda path, _: str(path) != pair["assistant"])

@@ -27,11 +27,10 @@ from transformers_gumiho.training import (
     FeatureDataset,
     GumihoDataCollator,
     cache_size,
-    cache_writer,
+    feature_cache,
     feature_extraction,
     write_feature_cache,
 )
-from transformers_gumiho.training.data.budget import within_budget
 
 
 LENGTHS = [20, 9, 17, 20, 5, 20, 12]
@@ -56,7 +55,7 @@ def target() -> PreTrainedModel:
 def write(target: PreTrainedModel, folder: Path, rows: Dataset | None = None, **settings: Any) -> None:
     # Up to two rows of the longest length in a shard.
     settings = {"dtype": torch.float32, "shard_bytes": 2 * 20 * (32 * 4 + 12), "tokens_per_batch": 1} | settings
-    write_feature_cache(rows or make_rows(), target, make_tokenizer(), folder, **settings)
+    write_feature_cache(make_rows() if rows is None else rows, target, make_tokenizer(), folder, **settings)
 
 
 def rows_in(folder: Path) -> list[dict[str, list[Any]]]:
@@ -140,10 +139,14 @@ def test_features_are_those_of_the_target_in_the_precision_asked_for(
         assert cached["loss_mask"].tolist() == row["loss_mask"]
 
 
-def test_labels_are_kept_as_what_counts(target: PreTrainedModel, tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"input_ids": [3, 4, 5, 6], "labels": [-100, 4, 5, -100]}])
-    write(target, tmp_path, rows)
-    assert FeatureDataset(tmp_path)[0]["loss_mask"].tolist() == [0, 1, 0, 0]
+def test_marks_of_other_libraries_are_kept_as_what_they_say(target: PreTrainedModel, tmp_path: Path) -> None:
+    row = {"input_ids": [3, 4, 5, 6], "labels": [-100, 4, 5, -100]}
+    write(target, tmp_path / "one", Dataset.from_list([row]))
+    (one,) = rows_in(tmp_path / "one")
+    assert one["loss_mask"] == [0, 1, 0, 0]
+    assert "position_ids" not in one
+    write(target, tmp_path / "two", Dataset.from_list([row | {"seq_lengths": [2, 2]}, row | {"seq_lengths": [4]}]))
+    assert [row["position_ids"] for row in rows_in(tmp_path / "two")] == [[0, 1, 0, 1], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(("layer_ids", "num_kept"), [(None, 1), ([0, 1], 3), ([1, 2], 2)])
@@ -158,14 +161,13 @@ def test_size_is_estimated_before_extraction(
     assert written - headers < estimate == 103 * (32 * 2 * num_kept + 12) < written
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 100, 3000])
-@pytest.mark.parametrize("killed_at", [0, 1, 2, 3])
+@pytest.mark.parametrize(("killed_at", "num_bytes"), [(0, 100), (1, 0), (2, 3000), (3, 1)])
 def test_a_killed_extraction_goes_on_where_it_was(
     target: PreTrainedModel, tmp_path: Path, killed_at: int, num_bytes: int, monkeypatch: Any, calls_of: Any
 ) -> None:
     write(target, tmp_path / "whole")
     killed, saved = tmp_path / "killed", []
-    real = cache_writer.save_file
+    real = feature_cache.save_file
 
     def dying_save(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         real(tensors, path, metadata)
@@ -174,7 +176,7 @@ def test_a_killed_extraction_goes_on_where_it_was(
             raise KeyboardInterrupt
         saved.append(path)
 
-    monkeypatch.setattr(cache_writer, "save_file", dying_save)
+    monkeypatch.setattr(feature_cache, "save_file", dying_save)
     with pytest.raises(KeyboardInterrupt):
         write(target, killed)
     if killed_at:  # the first file is the target's head
@@ -182,7 +184,7 @@ def test_a_killed_extraction_goes_on_where_it_was(
             FeatureDataset(killed)
     assert len(saved) == killed_at
     monkeypatch.undo()
-    written = calls_of(cache_writer, "save_file")
+    written = calls_of(feature_cache, "save_file")
     write(target, killed)
     assert len(saved) + len(written) == 4  # nothing that was whole is written again
     assert contents(killed) == contents(tmp_path / "whole")
@@ -191,7 +193,7 @@ def test_a_killed_extraction_goes_on_where_it_was(
 def test_processes_share_the_rows(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each writes shards of its own; those of one that was killed are there for another number of processes."""
     write(target, tmp_path / "alone")
-    missing = cache_writer.missing_rows
+    missing = feature_cache.missing_rows
     for index in range(2):
         state = SimpleNamespace(
             process_index=index, num_processes=2, is_main_process=not index, is_local_main_process=not index,
@@ -221,7 +223,7 @@ def test_processes_share_the_rows(target: PreTrainedModel, tmp_path: Path, monke
 def test_a_file_that_cannot_be_written_is_named_with_what_is_kept(
     target: PreTrainedModel, tmp_path: Path, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cache_writer.save_file
+    real = feature_cache.save_file
 
     def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: Any) -> None:
         if "shard-000-00002" in path.name:
@@ -229,14 +231,11 @@ def test_a_file_that_cannot_be_written_is_named_with_what_is_kept(
             raise error
         real(tensors, path, metadata)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_writer, "save_file", fail)
-        with pytest.raises(OSError, match=rf"shard-000-00002.*{message}"):
-            write(target, tmp_path / "cache")
+    monkeypatch.setattr(feature_cache, "save_file", fail)
+    with pytest.raises(OSError, match=rf"shard-000-00002.*{message}"):
+        write(target, tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("shard*"))) == 2
-    write(target, tmp_path / "cache")
-    write(target, tmp_path / "whole")
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "cache").glob("*.partial"))
 
 
 DAMAGE = {"cut": lambda data: data[:-9], "rubbish": lambda _: b"<html>" * 99,
@@ -257,21 +256,13 @@ def test_a_damaged_file_is_named_and_written_again(
     if damage == "zeroed":
         FeatureDataset(tmp_path)
         path.unlink()
-    saved = calls_of(cache_writer, "save_file")
+    saved = calls_of(feature_cache, "save_file")
     write(target, tmp_path)
     assert [save.args[1].name for save in saved] == [f"{path.name.replace('00001', '00003')}.partial"]
     if name.startswith("shard"):  # its rows are in a new shard
         path.with_name("shard-000-00003.safetensors").rename(path)
     assert contents(tmp_path) == before
     FeatureDataset(tmp_path, verify=True)
-
-
-def test_a_cache_of_an_earlier_version_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    write(target, tmp_path)
-    (tmp_path / "cache.json").write_text("{}")
-    for use in (FeatureDataset, CachedFeatures, partial(write, target)):
-        with pytest.raises(ValueError, match=r"An earlier version wrote the feature cache .*Delete it, and run what"):
-            use(tmp_path)
 
 
 def test_the_host_waits_for_the_device_of_the_target(target: PreTrainedModel, tmp_path: Path) -> None:
@@ -300,16 +291,6 @@ def test_as_many_states_are_read_as_are_trained_on(
     assert 4 <= sum("hidden_states" in read.args[2] for read in reads) <= 6
 
 
-def test_rows_of_like_length_are_read_together(target: PreTrainedModel, tmp_path: Path) -> None:
-    batches = within_budget(range(7), LENGTHS, 40)
-    assert sorted(row for batch in batches for row in batch) == [*range(7)]
-    assert [[LENGTHS[row] for row in batch] for batch in batches] == [[20, 20], [20, 17], [12, 9, 5]]
-    write(target, tmp_path / "one")
-    write(target, tmp_path / "many", tokens_per_batch=40)
-    for one, many in zip(FeatureDataset(tmp_path / "one"), FeatureDataset(tmp_path / "many"), strict=True):
-        torch.testing.assert_close(one, many)
-
-
 def test_a_disk_that_is_too_small_is_noticed_at_once(
     target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,29 +301,25 @@ def test_a_disk_that_is_too_small_is_noticed_at_once(
     assert not list((tmp_path / "cache").iterdir())
 
 
-@pytest.mark.parametrize("part", ["target", "config", "tokenizer", "template", "data", "dtype"])
-def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part: str) -> None:
+def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     write(target, tmp_path)
-    before = contents(tmp_path)
-    tokenizer, rows, other = make_tokenizer(), make_rows(), target
-    if part == "target":
-        other = make_target("llama", seed=1, num_layers=3).float()
-    elif part == "config":
-        other = make_target("llama", num_layers=3).float()
-        other.config.rms_norm_eps = 0.1
-    elif part == "tokenizer":
-        tokenizer.add_tokens(["<new>"])
-    elif part == "template":
-        tokenizer.chat_template += " "
-    elif part == "data":
-        rows = make_rows(seed=1)
-    dtype = torch.bfloat16 if part == "dtype" else torch.float32
-    tokenizer("used", truncation=True, max_length=4)  # which makes it no other tokenizer
-    part = "target" if part == "config" else part
-    with pytest.raises(
-        ValueError, match=rf"different settings: {part} \(.*, now .*\)\. Extract features into another"
+    before, config = contents(tmp_path), make_target("llama", num_layers=3).float()
+    config.config.rms_norm_eps = 0.1
+    tokenizers = [make_tokenizer() for _ in range(3)]
+    tokenizers[0]("used", truncation=True, max_length=4)  # which makes it no other tokenizer
+    tokenizers[1].add_tokens(["<new>"])
+    tokenizers[2].chat_template += " "
+    usual = {"dataset": make_rows(), "target": target, "tokenizer": tokenizers[0], "dtype": torch.float32}
+    for part, other in (
+        ("target", {"target": make_target("llama", seed=1, num_layers=3).float()}),
+        ("target", {"target": config}),
+        ("tokenizer", {"tokenizer": tokenizers[1]}),
+        ("template", {"tokenizer": tokenizers[2]}),
+        ("data", {"dataset": make_rows(seed=1)}),
+        ("dtype", {"dtype": torch.bfloat16}),
     ):
-        write_feature_cache(rows, other, tokenizer, tmp_path, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"different settings: {part} \(.*, now .*\)\. Extract features into"):
+            write_feature_cache(folder=tmp_path, **usual | other)
     assert contents(tmp_path) == before
 
 
@@ -370,11 +347,14 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
     write(make_target("llama", seed=1, num_layers=3).float(), tmp_path / "b")
     write(target, tmp_path / "c", target_layer_ids=[0, 1])
     write(target, tmp_path / "d", dtype=torch.bfloat16)
+    (second := make_tokenizer()).add_tokens("<another>")
+    write_feature_cache(make_rows(), target, second, tmp_path / "e", dtype=torch.float32)
     features, first = CachedFeatures(tmp_path / "a"), FeatureDataset(tmp_path / "a")
     messages = {
         "b": r"/b' was created with different settings: model .*Give caches that were made as",
         "c": r"target_layer_ids \(\[0, 1\], now None\)",
         "d": r"dtype \(bfloat16, now float32\)",
+        "e": r"/e' was created with different settings: tokenizer",
     }  # fmt: skip
     for folder, message in messages.items():
         rows = torch.utils.data.ConcatDataset([first, FeatureDataset(tmp_path / folder)])
@@ -384,22 +364,16 @@ def test_rows_of_another_target_or_of_other_layers_are_refused(target: PreTraine
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "message"),
+    ("rows", "message"),
     [
-        ([{"input_ids": [1, 2]}], torch.float32, "`input_ids` of a `datasets.Dataset` with rows, got .* Prepare it"),
-        (make_rows().select([]), torch.float32, "with rows, got Dataset"),
-        (Dataset.from_dict({"text": ["a"]}), torch.float32, "Features are those of the `input_ids`"),
-        (make_rows().to_iterable_dataset(), torch.float32, "with rows, got IterableDataset"),
-        (Dataset.from_dict({"input_ids": [[1, 10**6]]}), torch.float32, "A row holds the token 1000000"),
-        (make_rows(), torch.int8, r"`dtype` must be a floating one .* got torch\.int8"),
-        (make_rows(), "bfloat16", "`dtype` must be a floating one .* got 'bfloat16'"),
+        (make_rows().select([]), "The dataset is empty"),
+        (make_rows().to_iterable_dataset(), r"must be a `datasets\.Dataset`, got IterableDataset"),
+        (Dataset.from_dict({"input_ids": [[1, 10**6]]}), "A row holds the token 1000000"),
     ],
 )
-def test_what_gives_no_features_is_refused(
-    target: PreTrainedModel, tmp_path: Path, rows: Any, dtype: Any, message: str
-) -> None:
+def test_what_gives_no_features_is_refused(target: PreTrainedModel, tmp_path: Path, rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        write_feature_cache(rows, target, make_tokenizer(), tmp_path, dtype=dtype)
+        write(target, tmp_path, rows)
 
 
 def test_what_is_no_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -156,18 +156,6 @@ def test_what_a_head_cannot_learn_is_refused(target: PreTrainedModel, texts: tor
             GumihoTrainer(drafter, make_args(tmp_path, **settings), target=target, train_dataset=rows)
 
 
-def test_new_heads_are_those_that_the_checkpoint_does_not_name(target: PreTrainedModel, tmp_path: Path) -> None:
-    GumihoModel.from_target(target, num_parallel_heads=0).save_pretrained(tmp_path / "serial")
-    drafter = GumihoModel.from_pretrained(tmp_path / "serial", num_parallel_heads=2)
-    assert all(parameter.eq(0).all() for parameter in drafter.mlp.parameters())
-    drafter.save_pretrained(tmp_path / "whole")
-    weights = load_file(tmp_path / "whole" / "model.safetensors")
-    torch.save({n: t for n, t in weights.items() if "mlp.1" not in n}, tmp_path / "whole" / "pytorch_model.bin")
-    (tmp_path / "whole" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"missing: mlp\.1\.0\.linear\.bias"):
-        GumihoModel.from_pretrained(tmp_path / "whole")
-
-
 @pytest.mark.usefixtures("short_contests")
 @pytest.mark.parametrize(("kind", "dtype"), [("eagle1", torch.float32), ("eagle3", torch.float16)])
 def test_one_command_adds_them(kind: str, dtype: torch.dtype, small: Path, tmp_path: Path) -> None:

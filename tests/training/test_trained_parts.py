@@ -64,12 +64,9 @@ def test_heads_and_transitions_learn_what_they_learn_beside_a_serial_head_that_s
 
 def test_parts_that_are_not_there_or_stay_are_refused(tmp_path: Path) -> None:
     target = make_target("llama", num_layers=3).float()
-    for part, fields, message in (
-        ("parallel", {"num_parallel_heads": 0}, "`train_only='parallel'` needs a drafter with parallel heads"),
-        ("transition", {}, r"needs a drafter with transitions.*transition_rank=64"),
-    ):
+    for part, fields in (("parallel", {"num_parallel_heads": 0}), ("transition", {})):
         drafter = GumihoModel.from_target(target, **fields).float()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"`train_only='{part}'` needs a drafter .*transition_rank=64"):
             trainer_of(target, tmp_path, drafter, train_only=part)
         with pytest.raises(ValueError, match=rf"begins a serial head anew, which `train_only='{part}'` leaves"):
             make_args(tmp_path, train_only=part, linear_start=True)

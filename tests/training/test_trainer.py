@@ -85,7 +85,7 @@ def test_prompts_count_where_that_is_asked_for(target: PreTrainedModel, tmp_path
     for trainer in trainers:
         trainer.model.load_state_dict(trainers[0].model.state_dict())
     assert trainers[1].evaluate()["eval_loss"] == pytest.approx(trainers[2].evaluate()["eval_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="`assistant_only_loss=False` is carried out by a GumihoDataCollator"):
+    with pytest.raises(ValueError, match="`assistant_only_loss=False` needs a GumihoDataCollator"):
         make_trainer(target, tmp_path, data_collator=lambda rows: rows[0], assistant_only_loss=False)
 
 

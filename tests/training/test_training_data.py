@@ -20,7 +20,6 @@ from training_data import (
     FORGETFUL,
     MARKED,
     MESSAGES,
-    OPENING,
     STRICT,
     SYSTEM_IN_LAST_TURN,
     make_ending_tokenizer,
@@ -32,9 +31,16 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedTo
 from transformers_gumiho.tools.benchmarking import read_prompts
 from transformers_gumiho.training import GumihoDataCollator, load_conversations, prepare_dataset
 from transformers_gumiho.training.collator import collate_all
+from transformers_gumiho.training.data import preparation
 from transformers_gumiho.training.data.conversations import read_row
 from transformers_gumiho.training.data.open_text import encode_turn
-from transformers_gumiho.training.data.preparation import held_out_numbers, size_of_prompts, split_rows, usable_rows
+from transformers_gumiho.training.data.preparation import (
+    held_out_numbers,
+    read_texts,
+    size_of_prompts,
+    split_rows,
+    usable_rows,
+)
 
 
 ROW = ("input_ids", "loss_mask")
@@ -97,31 +103,25 @@ def test_text_prompts_take_the_template_where_there_is_one(config: PreTrainedCon
     assert texts_that_count(without[0], None) == [" return self.x<|endoftext|>"]
 
 
-@pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize(
-    "row",
+    ("row", "question"),
     [
-        {"instruction": "what?", "input": "", "output": "import os", "text": "Below is an instruction."},
-        {"instruction": "what?", "context": None, "response": "import os"},
-        {"question": "what?", "answer": "import os"},
-        {"query": "what?", "response": "import os"},
-        {"prompt": "what?", "response": "import os", "input": "of another prompt"},
+        ({"instruction": "what?", "input": "", "output": "import os", "text": "Below is an instruction."}, "what?"),
+        ({"instruction": "what?", "context": "this", "response": "import os"}, "what?\n\nthis"),
+        ({"instruction": "what?", "input": "this", "output": "import os"}, "what?\n\nthis"),
+        ({"question": "what?", "answer": "import os"}, "what?"),
+        ({"query": "what?", "response": "import os"}, "what?"),
+        ({"prompt": "what?", "response": "import os", "input": "of another prompt"}, "what?"),
     ],
 )
 def test_rows_of_a_question_and_an_answer_are_read_by_any_name(
-    row: dict[str, Any], answered: bool, tmp_path: Path
+    row: dict[str, Any], question: str, tmp_path: Path
 ) -> None:
-    expected = read_row({"prompt": "what?", "completion": "import os"}, has_template=True, answered=answered)
-    assert read_row(row, has_template=True, answered=answered) == expected
+    for answered in (True, False):
+        expected = read_row({"prompt": question, "completion": "import os"}, has_template=True, answered=answered)
+        assert read_row(row, has_template=True, answered=answered) == expected
     write_jsonl(path := tmp_path / "rows.jsonl", [row])
-    assert [question.turns for question in read_prompts(str(path))] == [("what?",)]
-
-
-def test_an_instruction_is_followed_by_its_input() -> None:
-    for name in ("input", "context"):
-        row = {"instruction": "Shorten it.", name: "import os, os", "output": "import os"}
-        messages = read_row(row, has_template=True).messages
-        assert [message["content"] for message in messages] == ["Shorten it.\n\nimport os, os", "import os"]
+    assert [question.turns for question in read_prompts(str(path))] == [(question,)]
 
 
 @pytest.mark.parametrize("ending", ["</s>", "[SEP]"])
@@ -164,10 +164,9 @@ def test_a_long_text_becomes_windows_and_loses_nothing(config: PreTrainedConfig)
 def test_a_long_conversation_is_truncated_and_reported(config: PreTrainedConfig) -> None:
     long = [MESSAGES[1], {"role": "assistant", "content": "import os\n" * 100}]
     unanswered = [{"role": "user", "content": "import os\n" * 100}, MESSAGES[2]]
-    whole = len(make_tokenizer().apply_chat_template(long, return_dict=True)["input_ids"])
     rows, report = prepare([{"messages": long}, {"messages": unanswered}], config, max_length=64)
     assert [len(row["input_ids"]) for row in rows] == [64]
-    assert (report.num_truncated, report.num_tokens_cut) == (1, whole - 64)
+    assert report.num_truncated == 1
     assert report.problems == {"no token to learn within the maximum length": [1]}
 
 
@@ -175,8 +174,8 @@ BROKEN = {
     "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
     '{"text": "half of \\ud83d"}': "is not JSON, or not UTF-8",
-    '{"messages": "hello"}': "its conversation is not a list",
-    '{"messages": []}': "its conversation is not a list",
+    '{"messages": "hello"}': "a message has no `role` or `content`",
+    '{"messages": []}': "the assistant says nothing",
     '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
     '{"messages": [{"role": "user", "content": 5}]}': "the content of a message is not text",
     '{"messages": [{"role": "wizard", "content": "x"}]}': "unknown role 'wizard'",
@@ -185,19 +184,19 @@ BROKEN = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}, '
     '{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}': "the assistant says nothing",
     '{"prompt": "x", "completion": ""}': "the assistant says nothing",
-    '{"prompt": "x", "completion": [1]}': "neither both text nor both messages",
+    '{"prompt": "x", "completion": [1]}': "has a field of an unknown form (TypeError",
     '{"text": ""}': "has none of `messages`",
     '{"messages": [{"role": "user", "content": [{"text": 5}]}]}': "the content of a message is not text",
     '{"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}': "the content of a message is not",
     '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}': "by zero",
     '{"prompt": "x", "completion": "y", "tools": "none"}': "its `tools` are no list of objects",
     '{"prompt": "x", "completion": "y", "documents": ["a page"]}': "its `documents` are no list of objects",
-    '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "its `chat_template_kwargs` are no object",
+    '{"prompt": "x", "completion": "y", "chat_template_kwargs": "yes"}': "has a field of an unknown form",
     '{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}': "its `tool_calls` are no list of objects",
-    '{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}': "a tool call has no function",
-    '{"messages": [{"role": "assistant", "function_call": {}}]}': "a tool call has no function",
+    '{"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}': "has a field of an unknown form",
+    '{"messages": [{"role": "assistant", "function_call": {}}]}': "has a field of an unknown form (Key",
     '{"prompt": "<image>", "completion": "y", "images": ["a.png"]}': "has a column 'images', which is not text",
-    '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `generati",
+    '{"prompt": "x", "completion": "y", "generations": [{"prompt_ids": [-1], "answer_ids": [1]}]}': "its `gen",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}, '
     '{"role": "assistant", "content": "z"}]}': "the chat template refuses it: roles must alternate",
 }
@@ -224,25 +223,18 @@ def test_malformed_rows_are_skipped_counted_and_reported(
         assert reason in str(report)
 
 
-def test_bytes_that_are_no_utf8_cost_their_own_line(tmp_path: Path, config: PreTrainedConfig) -> None:
-    good = json.dumps({"messages": MESSAGES}).encode()
+@pytest.mark.parametrize("name", ["data.jsonl", "folder"])
+def test_bytes_that_are_no_utf8_cost_their_own_line_and_a_byte_order_mark_none(
+    name: str, tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    good = json.dumps({"text": "import os\nimport sys\n"}).encode()
     latin = '{"text": "d\xe9f f(): return"}'.encode("latin-1")
-    (tmp_path / "data.jsonl").write_bytes(b"\n".join([good, b"\xff\xfe{", good, latin, b""]))
-    dataset = load_conversations(str(tmp_path / "data.jsonl"))
-    rows, report = prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)
-    assert len(list(rows)) == 2
-    assert report.problems == {"is not JSON, or not UTF-8": [1, 3]}
-
-
-@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "folder"])
-def test_a_byte_order_mark_costs_no_row(name: str, tmp_path: Path, config: PreTrainedConfig) -> None:
-    data = b"\xef\xbb\xbf" + (json.dumps({"text": "import os\nimport sys\n"}) + "\n").encode() * 3
     (tmp_path / "folder").mkdir()
-    for file in ("data.jsonl", "data.json", "folder/a.jsonl", "folder/b.jsonl"):
-        (tmp_path / file).write_bytes(data)
+    for file in ("data.jsonl", "folder/a.jsonl"):
+        (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, b"\xff\xfe{", good, latin, b""]))
     report = prepare_dataset(load_conversations(str(tmp_path / name)), make_tokenizer(), config, max_length=64)[1]
-    assert report.num_texts == (6 if name == "folder" else 3)
-    assert not report.problems
+    assert report.num_texts == 2
+    assert report.problems == {"is not JSON, or not UTF-8": [1, 3]}
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -263,16 +255,11 @@ def test_files_are_read_whatever_they_are(tmp_path: Path, config: PreTrainedConf
     (tmp_path / "data.json").write_text(json.dumps([{"conversations": SHAREGPT}] * 3))
     dataset.save_to_disk(tmp_path / "folder")
     Dataset.from_dict({"messages": [json.dumps(MESSAGES)] * 3}).to_csv(tmp_path / "data.csv")
-    (tmp_path / "DATA.JSONL").write_text((tmp_path / "data.jsonl").read_text())
-    for name in ("data.jsonl.gz", "MORE.JSONL.GZ"):
-        (tmp_path / name).write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
+    (tmp_path / "DATA.JSONL.GZ").write_bytes(gzip.compress((tmp_path / "data.jsonl").read_bytes()))
     cached = load_dataset("parquet", data_files=str(tmp_path / "data.parquet"), cache_dir=str(tmp_path / "cache"))
-    names = [Path(cached["train"].cache_files[0]["filename"]).parent]
-    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL"]
-    names += ["data.jsonl.gz", "MORE.JSONL.GZ"]
-    # These characters are patterns elsewhere.
-    (tmp_path / "folder [1]").mkdir()
-    names += ["data[1].jsonl", "folder [1]"]
+    names = [Path(cached["train"].cache_files[0]["filename"]).parent, "folder [1]", "data[1].jsonl"]
+    names += ["data.parquet", "data.jsonl", "data.json", "folder", "data.csv", "DATA.JSONL.GZ"]
+    (tmp_path / "folder [1]").mkdir()  # these characters are patterns elsewhere
     for name in ("data[1].jsonl", "folder [1]/a.jsonl"):
         shutil.copy(tmp_path / "data.jsonl", tmp_path / name)
     results = [
@@ -346,7 +333,7 @@ def test_a_table_of_texts_keeps_them_as_they_are(tmp_path: Path) -> None:
     assert found[10_002] == {"prompt": "a", "completion": "b"}, "the library reads a large file in parts"
 
 
-@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "transformed"])
+@pytest.mark.parametrize("kind", ["numpy", "transformed"])
 def test_the_format_of_a_dataset_does_not_matter(kind: str, config: PreTrainedConfig) -> None:
     plain = Dataset.from_list([{"messages": MESSAGES}] * 3)
     expected = prepare([{"messages": MESSAGES}] * 3, config)[0].to_list()
@@ -356,7 +343,8 @@ def test_the_format_of_a_dataset_does_not_matter(kind: str, config: PreTrainedCo
     else:
         dataset = plain.with_format(kind)
     assert prepare_dataset(dataset, make_tokenizer(), config, max_length=256, packing=False)[0].to_list() == expected
-    assert "1 of 3 rows can be used, with 2 answers" in usable_rows(dataset, make_tokenizer(), 256)[1]
+    texts = read_texts(dataset, make_tokenizer(), config, 256)
+    assert "1 of 3 rows can be used, with 2 answers" in usable_rows(texts, 256)[1]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "one.jsonl", "one.json"])
@@ -450,56 +438,6 @@ def test_turns_that_a_template_shows_differently_later_are_texts_of_their_own(
     assert (report.num_texts, report.problems) == (2, {})
 
 
-THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' and loop.last %}{% if '</think>' in m.content %}{{ m.content }}{% else %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{{ m.content }}{% endif %}{% else %}{{ m.content }}{% endif %}<|endoftext|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
-
-
-@pytest.mark.parametrize(
-    ("answer", "settings", "learned"),
-    [
-        # The empty block is the template's: the target writes none, or reads it where it does not think.
-        ({"content": "import os"}, {}, "import os<|endoftext|>"),
-        ({"content": "import os"}, {"chat_template_kwargs": {"enable_thinking": False}}, "import os<|endoftext|>"),
-        ({"content": "import os", "reasoning": "what?"}, {}, "<think>\nwhat?\n</think>\n\nimport os<|endoftext|>"),
-        ({"content": "<think>\nwhat?\n</think>\nos"}, {}, "<think>\nwhat?\n</think>\nos<|endoftext|>"),
-    ],
-)
-def test_of_reasoning_only_what_the_target_writes_is_learned(
-    answer: dict[str, str], settings: dict[str, Any], learned: str, config: PreTrainedConfig
-) -> None:
-    rows, _ = prepare([{"messages": [MESSAGES[1], {"role": "assistant"} | answer]}], config, THINKING, **settings)
-    assert texts_that_count(rows[0]) == [learned]
-    row_settings = {"chat_template_kwargs": json.dumps(settings.get("chat_template_kwargs", {}))}
-    again, _ = prepare([{"messages": [MESSAGES[1], {"role": "assistant"} | answer]} | row_settings], config, THINKING)
-    assert list(again) == list(rows)
-
-
-@pytest.mark.parametrize(
-    ("template", "answer", "reason"),
-    [
-        (OPENING, {"content": "import os"}, "the chat template opens an answer in another way"),
-        (CHATML, {"content": "os", "reasoning_content": "what?"}, "the chat template hides or rewrites"),
-        (THINKING, {"content": "<think>\nwhat", "ended": False}, "a block before an answer that begins with such a"),
-    ],
-)
-def test_rows_that_cannot_be_told_apart_are_counted_with_a_way_out(
-    template: str, answer: dict[str, Any], reason: str, config: PreTrainedConfig
-) -> None:
-    messages = [MESSAGES[1], {"role": "assistant"} | answer]
-    with pytest.raises(ValueError, match=rf"{reason}.*Let the target answer \(`regenerate_dataset`\).*generation %"):
-        prepare([{"messages": messages}], config, template)
-
-
 def test_what_the_target_wrote_is_learned_as_it_is(config: PreTrainedConfig) -> None:
     """Its tokens are not encoded again, and turns that begin with the ones before them are one text."""
     tokenizer = make_tokenizer()
@@ -508,16 +446,14 @@ def test_what_the_target_wrote_is_learned_as_it_is(config: PreTrainedConfig) -> 
     assert tokenizer("import os")["input_ids"] != answer
     second = first + answer + tokenizer("<|im_end|>\n" + CALL)["input_ids"]
     messages = [*MESSAGES[1:4], {"role": "assistant", "content": "import os"}]
-    pairs, forms = [(first, answer), (second, answer)], []
-    for name, keys in (("generations", ("prompt_ids", "answer_ids")), ("written", ("prompt", "answer"))):
-        turns = [dict(zip(keys, pair, strict=True)) for pair in pairs]
-        forms.append({"messages": messages, "generations": None, "written": None} | {name: turns})
-    rows, _ = prepare([*forms, forms[0] | {"generations": [*reversed(forms[0]["generations"])]}], config)
-    assert [row["input_ids"] for row in rows] == [second + answer] * 2 + [second + answer, first + answer]
-    assert texts_that_count(rows[0]) == texts_that_count(rows[1]) == ["import os", "import os"]
+    turns = [{"prompt_ids": prompt, "answer_ids": answer} for prompt in (first, second)]
+    row = {"messages": messages, "generations": turns}
+    rows, _ = prepare([row, row | {"generations": [*reversed(turns)]}], config)
+    assert [row["input_ids"] for row in rows] == [second + answer] * 2 + [first + answer]
+    assert texts_that_count(rows[0]) == ["import os", "import os"]
     foreign = {"messages": [*MESSAGES[:4], {"role": "assistant", "content": "def"}]}
     with pytest.raises(ValueError, match="its tokens are another tokenizer's"):
-        prepare([forms[0] | foreign], config)
+        prepare([row | foreign], config)
 
 
 TOOLS = [{"type": "function", "function": {"name": "list_paths", "parameters": {}}}]
@@ -599,22 +535,42 @@ def test_held_out_rows_are_like_all_rows_and_depend_on_their_number_alone() -> N
 def test_the_data_is_looked_at_before_anything_is_written() -> None:
     """Duplicates, and what cannot be answered, are left out with a count and the first example."""
     rows = [{"prompt": text} for text in ("What is it?", "what is  it", "Who? ", "long " * 60, "2+3?", "2-3?")]
-    usable, report = usable_rows(
-        Dataset.from_list([*rows, {"prompt": None}]), make_tokenizer(), 64, max_new_tokens=100
-    )
+    usable, report = usable_rows(read_prompts_of([*rows, {"prompt": None}]), 64)
     asked = [json.loads(row)["messages"][0]["content"] for row in usable["conversation"]]
     assert asked == ["What is it?", "Who? ", "2+3?", "2-3?"]
     lengths = [min(len(ids) + 30, 64) for ids in usable["prompt_ids"]]
-    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths), max(lengths))
-    (turns,), _ = usable_rows(Dataset.from_list([{"messages": MESSAGES}]), make_tokenizer(), 256)
+    assert size_of_prompts(usable, 30, 64) == (4, sum(lengths))
+    (turns,), _ = usable_rows(read_prompts_of([{"messages": MESSAGES}]), 256)
     num_said = len(turns["prompt_ids"]) + len(make_tokenizer()(MESSAGES[3]["content"])["input_ids"])
-    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).longest == num_said + 2 * 30
+    assert size_of_prompts(Dataset.from_list([turns]), 30, 256).num_tokens == num_said + 2 * 30
     assert report.startswith("4 of 7 rows can be used, with 4 answers to write after")
-    assert "about 200 tokens" in report
     assert "left out 1 (the first is row 1): is a duplicate" in report
     assert "left out 1 (the first is row 3): its first prompt leaves no room" in report
     with pytest.raises(ValueError, match=r"No row of the dataset can be used:(?s:.*)has none of"):
-        usable_rows(Dataset.from_list([{"prompt": None, "text": ""}]), make_tokenizer(), 64)
+        usable_rows(read_prompts_of([{"prompt": None, "text": ""}]), 64)
+
+
+def read_prompts_of(rows: list[dict[str, Any]]) -> Dataset:
+    return preparation.read_prompts(Dataset.from_list(rows), make_tokenizer())
+
+
+def test_rows_with_answers_are_read_once(config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without duplicates and with what a user says first; the windows of a text are held out together."""
+    long = {"text": "import os, re, sys\n" * 60}
+    rows = [{"text": f"import {n}\n"} for n in range(40)] + [long, {"prompt": "Who?", "completion": "os"}, long]
+    data = Dataset.from_list([{"text": None, "prompt": None, "completion": None} | row for row in rows])
+    texts, report = usable_rows(read_texts(data, make_tokenizer(), config, 32), 32)
+    assert report.startswith("42 of 43 rows can be used, with 42 answers")
+    asked = [question for question in texts["question"] if question]
+    assert asked == ["".join(row.get("prompt", row.get("text", "")))[:200] for row in rows[:-1]]
+    monkeypatch.setattr(preparation, "read_row", None)
+    for seed in range(9):
+        trained, held_out = split_rows(texts, 4, seed)
+        assert len({*held_out["row"]}) == 4
+        assert {*held_out["row"]} | {*trained["row"]} == {*range(42)}
+        assert not {*held_out["row"]} & {*trained["row"]}
+    prepared, _ = prepare_dataset(trained, make_tokenizer(), config, max_length=32, packing=False)
+    assert [*prepared["input_ids"]] == [*trained["input_ids"]]
 
 
 @pytest.mark.parametrize(
@@ -622,11 +578,8 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
     [
         ([], {}, "The dataset is empty"),
         ([{"question": "x"}], {}, "has none of `messages`.*only 'question'"),
-        ([{"text": ""}, {"text": ""}], {}, r"No row of the dataset can be used:\n.*2 left out"),
         ([{"messages": MESSAGES}], {"template": None}, "has no chat template"),
         ([{"text": "x"}], {"max_length": 5000}, "at most the target's 4096 positions, got 5000"),
-        ([{"text": "x"}], {"chat_template_kwargs": "x"}, "names and values such as .*, got 'x'"),
-        ([{"text": "x"}], {"chat_template_kwargs": {"enable-thinking": 1}}, "got {'enable-thinking': 1}"),
         (
             [{"messages": MESSAGES}],
             {"template": {"rag": CHATML}},
@@ -682,8 +635,6 @@ def test_packed_rows_and_others_share_a_batch() -> None:
         assert GumihoDataCollator()([*table])["position_ids"].equal(batch["position_ids"]), (
             "a table holds no value there"
         )
-        with pytest.raises(ValueError, match="Some rows of a batch hold `hidden_states`, and others do not"):
-            GumihoDataCollator()([rows[0], rows[1] | {"hidden_states": torch.zeros(len(rows[1]["input_ids"]), 4)}])
         everything = collate_all(GumihoDataCollator(), rows)
         assert everything["loss_mask"].tolist() == [[1, 0, 1, 0] if row is packed else [1, 1, 0, 0] for row in rows]
 
@@ -721,12 +672,9 @@ def test_a_tokenizer_without_special_tokens_to_look_at_is_refused(
         prepare_dataset(Dataset.from_list([{"text": "import os"}]), tokenizer, config, max_length=64)
 
 
-def test_a_stream_and_a_foreign_tokenizer_are_refused(config: PreTrainedConfig) -> None:
+def test_a_foreign_tokenizer_is_refused(config: PreTrainedConfig) -> None:
     with pytest.raises(ValueError, match="holds tokens that the target does not have"):
         prepare([{"text": "import os, re"}], AutoConfig.from_pretrained(DEMO_TARGET, vocab_size=100))
-    stream = Dataset.from_list([{"messages": MESSAGES}]).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"must be a `datasets.Dataset`, got IterableDataset\. Load it at once"):
-        prepare_dataset(stream, make_tokenizer(), config, max_length=256)
 
 
 @pytest.mark.parametrize("form", ["NFKC", "NFC"])

@@ -19,7 +19,7 @@ from transformers_gumiho.training import (
     LocalEngine,
     Sampling,
     WritingSettings,
-    cache_writer,
+    feature_cache,
     regenerate_dataset,
     synthesize_dataset,
     write_feature_cache,
@@ -88,7 +88,7 @@ def test_more_questions_begin_with_those_that_are_there(whole: Whole, tmp_path: 
     ("write", "owner", "name"),
     [
         (write_answers, row_file, "append_rows"), (write_questions, row_file, "append_rows"),
-        (write_features, cache_writer, "save_file"),
+        (write_features, feature_cache, "save_file"),
     ],
     ids=["answers", "questions", "features"],
 )  # fmt: skip
@@ -150,12 +150,8 @@ def test_trouble_with_the_settings_beside_a_file_is_told(tmp_path: Path, monkeyp
             begin(path, {"seed": 0})
     begin(path, {"seed": 1})
     path.write_text("{}\n")
-    (old := path.with_name("a.jsonl.settings.json")).write_text("{}")
-    begin(path, {"seed": 1})
-    beside.unlink()
-    with pytest.raises(ValueError, match=r"An earlier version began .* Delete 'a.jsonl.settings.json' to continue"):
-        begin(path, {"seed": 1})
-    old.unlink()
+    with pytest.raises(ValueError, match=r"different settings: seed \(1, now 2\)"):
+        begin(path, {"seed": 2})
     beside.write_text("")
     with pytest.raises(ValueError, match=r"a.jsonl.made_from.json' is damaged. .* Delete it to continue"):
         begin(path, {"seed": 0})

@@ -28,16 +28,6 @@ def synthesize(target: PreTrainedModel, path: Path, num_prompts: int = 7, **sett
     return [row["messages"][0]["content"] for row in dataset]
 
 
-def test_openings_take_turns(target: PreTrainedModel, tmp_path: Path) -> None:
-    openings = ["import ", "Write a class:\n\nclass", "def "]
-    synthesize(target, tmp_path / "a.jsonl", 6, openings=openings, batch_size=6)
-    for row, opening in zip(read_jsonl(tmp_path / "a.jsonl")[:6], openings * 2, strict=True):
-        assert row["prompt"].startswith(opening.strip())
-        assert len(row["prompt"]) > len(opening)
-    with pytest.raises(ValueError, match="created with different settings: openings"):
-        synthesize(target, tmp_path / "a.jsonl", 6, batch_size=6)
-
-
 def test_the_command_asks_by_the_template_of_a_file(target: PreTrainedModel, tmp_path: Path) -> None:
     """It samples with the settings that are given."""
     target.save_pretrained(tmp_path / "target")
@@ -81,7 +71,7 @@ def test_what_follows_an_opening_keeps_its_space(target: PreTrainedModel, tmp_pa
     prompts = []
 
     class Engine(LocalEngine):
-        def run(self, tasks: Any, is_proven: bool = True) -> Any:
+        def run(self, tasks: Any) -> Any:
             for number, task in tasks:
                 prompts.append(task.send(None).prompt_ids)
                 with pytest.raises(StopIteration) as ended:
@@ -142,12 +132,10 @@ def test_a_template_without_a_user_opening_is_refused(
         ("¿Cómo se prepara una buena tortilla de patatas?", True, None),
         ("Wie backe ich Brot? 日本の歴史について教えてください。", True, None),
         ("How do I sort", False, "does not end"),
-        ("Hi", True, "too short"),
-        ("What is <|im_start|>user about?", True, "garbled"),
-        ("What is \ufffd\ufffd about, please?", True, "garbled"),
-        ("1 + 2 = 3 + 4 = 5 + 6 =", True, "hardly any letters"),
+        ("Hi", True, "too short or garbled"),
+        ("What is <|im_start|>user about?", True, "too short or garbled"),
+        ("What is \ufffd\ufffd about, please?", True, "too short or garbled"),
         ("I am sorry about that. " * 12, True, "repeats itself"),
-        ("What is a veryveryveryveryveryveryveryvery long word?", True, "repeats itself"),
     ],
 )
 def test_degenerate_prompts_are_told(text: str, ended: bool, reason: str | None) -> None:

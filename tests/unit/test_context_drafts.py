@@ -3,7 +3,6 @@
 import itertools
 import math
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from transformers_gumiho.generation.drafting.context_drafts import (
     LONGEST_MATCH,
     LONGEST_NGRAM,
     ContextDrafts,
-    Match,
     MatchEstimates,
     NgramIndex,
     RowDrafts,
@@ -49,11 +47,11 @@ def test_match_is_that_of_a_search_through_the_text(text: list[int], max_size: i
     length = 0
     while length < min(start, LONGEST_MATCH) and text[start - 1 - length] == text[-1 - length]:
         length += 1
-    assert (match.start, match.length) == (start, length)
+    assert match == (start, length)
     grown = list(text)
     for _ in range(num_tokens):
         grown.append(grown[start + len(grown) - len(text)])
-    assert index.continuation(match, num_tokens) == grown[len(text) :]
+    assert index.continuation(start, num_tokens) == grown[len(text) :]
 
 
 def test_estimates_follow_what_was_counted() -> None:
@@ -95,18 +93,18 @@ def test_rows_have_texts_of_their_own_without_padding_and_images() -> None:
         return [text[start:] for text, start in zip(texts, starts, strict=True)]
 
     drafts = ContextDrafts(read, [2, 0, 0], num_tokens=3, max_ngram_size=2, vocab_size=50)
-    branch = drafts.draft(CPU)
-    assert branch.tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
-    assert (branch.scores[2] == -math.inf).all()
+    tokens, scores = drafts.draft(CPU)
+    assert tokens[:2].tolist() == [[2, 3, 1], [5, 6, 4]]
+    assert (scores[2] == -math.inf).all()
     plain = MatchEstimates()
     expected = [plain.probability(length) for length in (1, 2, 3)]
-    torch.testing.assert_close(branch.scores[0].exp(), torch.tensor(expected).cumprod(dim=0))
+    torch.testing.assert_close(scores[0].exp(), torch.tensor(expected).cumprod(dim=0))
     texts[0] += [2, 9]
     texts[2] += [1, 2]
-    branch = drafts.draft(CPU)
+    tokens, scores = drafts.draft(CPU)
     assert drafts.num_right == [1, 0, 0], "2, and 9 in place of 3"
-    assert (branch.scores[0] == -math.inf).all()
-    assert branch.tokens[2].tolist() == [3, 4, 5]
+    assert (scores[0] == -math.inf).all()
+    assert tokens[2].tolist() == [3, 4, 5]
 
 
 def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
@@ -119,23 +117,6 @@ def test_a_context_that_misleads_is_left_alone_after_a_while() -> None:
         text += [follower, 1]
     assert drafted[1:4] == [True] * 3
     assert not any(drafted[-20:])
-
-
-def test_a_cycle_takes_no_longer_in_a_long_text() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def seconds_of_cycles(num_tokens: int) -> float:
-        texts = [torch.randint(0, 500, (num_tokens,), generator=generator).tolist()]
-        drafts = ContextDrafts(lambda starts: [texts[0][starts[0] :]], [0], 10, 2, 500)
-        drafts.draft(CPU)
-        begin = time.thread_time()
-        for token in range(200):
-            texts[0] += [token, token + 1]
-            drafts.draft(CPU)
-        return time.thread_time() - begin
-
-    seconds_of_cycles(100)
-    assert seconds_of_cycles(64_000) < 5 * seconds_of_cycles(500)
 
 
 def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
@@ -152,7 +133,7 @@ def test_index_grows_with_the_text_and_not_with_the_setting() -> None:
     assert num_bytes == len(pickle.dumps(grown(LONGEST_NGRAM, 1000)))
     assert num_bytes < 2.2 * len(pickle.dumps(grown(100, 500)))
     longest.extend(text[500:520])
-    assert longest.match() == Match(520, 20), "what is found is still compared further back"
+    assert longest.match() == (520, 20), "what is found is still compared further back"
 
 
 def test_committed_tokens_are_not_read_again(calls_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

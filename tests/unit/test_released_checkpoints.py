@@ -151,24 +151,13 @@ def test_layouts_and_namings(layout: str, naming: str, form: str, tmp_path: Path
     assert load_file(tmp_path / "saved" / "model.safetensors").keys() == weights.keys()
 
 
-@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
-def test_auto_classes_load_by_name_what_says_gumiho(auto_class: Any, tmp_path: Path) -> None:
-    weights = make_weights()
-    write_repository(tmp_path, {f"model.{name}": tensor for name, tensor in weights.items()}, VLLM_FIELDS)
-    assert type(AutoConfig.from_pretrained(REPO, cache_dir=tmp_path)) is GumihoConfig
-    assert_loaded(auto_class.from_pretrained(REPO, cache_dir=tmp_path), weights)
-
-
 def test_config_of_vllm_that_says_nothing_of_a_bias_has_none(tmp_path: Path) -> None:
     fields = {name: value for name, value in VLLM_FIELDS.items() if name != "gumiho_fc_bias"}
     weights = {name: tensor for name, tensor in make_weights().items() if name != "fc.bias"}
     write_repository(tmp_path, weights, fields)
     for loaded in (GumihoModel, AutoModel, AutoModelForCausalLM):
         assert loaded.from_pretrained(REPO, cache_dir=tmp_path).fc.bias is None
-    for kind in (GumihoConfig, AutoConfig):
-        write_repository(tmp_path / kind.__name__, weights, fields | {"add_para_norm": True})
-        with pytest.raises(ValueError, match="asks for `add_para_norm`, two norms before `fc`"):
-            kind.from_pretrained(REPO, cache_dir=tmp_path / kind.__name__)
+    assert type(AutoConfig.from_pretrained(REPO, cache_dir=tmp_path)) is GumihoConfig
 
 
 @pytest.mark.parametrize("layout", ["vllm", "reference", None])
@@ -242,10 +231,11 @@ def test_folders_without_a_config_are_refused(tmp_path: Path) -> None:
     for load in (GumihoConfig.from_pretrained, GumihoModel.from_pretrained):
         with pytest.raises(OSError, match=r"has no config\.json, .* amd/Gumiho-llama2-13b, .* Pass `config=`"):
             load(tmp_path)
-    write_repository(tmp_path / "cache", make_weights(), repo="someone/drafter")
-    note_missing(tmp_path / "cache", "someone/drafter", "config.json")
-    with pytest.raises(OSError, match=r"'someone/drafter' has no config\.json.* Pass `config=`"):
-        GumihoModel.from_pretrained("someone/drafter", cache_dir=tmp_path / "cache")
+    theirs = REPO.replace("amd/", "someone/")
+    write_repository(tmp_path / "cache", make_weights(), repo=theirs)
+    note_missing(tmp_path / "cache", theirs, "config.json")
+    with pytest.raises(OSError, match=rf"'{theirs}' has no config\.json.* Pass `config=`"):
+        GumihoModel.from_pretrained(theirs, cache_dir=tmp_path / "cache")
 
 
 def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -> None:
@@ -255,18 +245,6 @@ def test_drafter_of_another_owner_is_none_of_the_released_ones(tmp_path: Path) -
     write_repository(tmp_path, weights, VLLM_FIELDS | {"num_parallel_heads": 3}, repo=theirs)
     drafter = GumihoModel.from_pretrained(theirs, cache_dir=tmp_path)
     assert drafter.generation_config.tree_depth is None  # the settings of a released drafter would have 7
-    write_repository(tmp_path / "bare", make_weights(), repo=theirs)
-    note_missing(tmp_path / "bare", theirs, "config.json")
-    with pytest.raises(OSError, match=r"has no config\.json.* Pass `config=`"):
-        GumihoModel.from_pretrained(theirs, cache_dir=tmp_path / "bare")
-
-
-@pytest.mark.usefixtures("tiny_packaged_config")
-def test_tensors_that_do_not_fit_the_packaged_config_are_named(tmp_path: Path) -> None:
-    shapes = reference_shapes(hidden=16, ffn=48, kv=8, vocab=50)
-    write_repository(tmp_path / "cache", {name: torch.zeros(shape) for name, shape in shapes.items()})
-    with pytest.raises(ValueError, match=r"fc\.bias is \(16,\), expected \(32,\)"):
-        GumihoModel.from_pretrained(REPO, cache_dir=tmp_path / "cache")
 
 
 def test_a_released_config_is_saved_without_fields_that_it_does_not_have(tmp_path: Path) -> None:

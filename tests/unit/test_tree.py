@@ -14,16 +14,15 @@ from transformers_gumiho.generation.tree.draft_tree import (
     build_tree,
     extend_level,
     find_ancestors,
-    first_level,
     tree_attention_mask,
 )
 from transformers_gumiho.generation.tree.merging import merge_branch, take_better_chain
-from transformers_gumiho.generation.tree.walk import ChildFinder, walk_tree
+from transformers_gumiho.generation.tree.walk import find_children, walk_tree
 
 
 def grow(level_tokens: torch.Tensor, level_log_probs: torch.Tensor, root: torch.Tensor, num_nodes: int) -> DraftTree:
     """Grows a tree in which the tokens of a depth do not depend on the path: `(B, depth, M)` each."""
-    level = first_level(level_tokens[:, :1], level_log_probs[:, :1], num_nodes)
+    level = extend_level(None, level_tokens[:, :1], level_log_probs[:, :1], num_nodes)
     levels = [level]
     for tokens, log_probs in zip(level_tokens.unbind(1)[1:], level_log_probs.unbind(1)[1:], strict=True):
         width = level.tokens.shape[1]
@@ -108,7 +107,7 @@ def test_walk_is_the_one_that_takes_one_step_after_the_other(
                 for child in range(1, tree.tokens.shape[1])
                 if int(tree.parents[row, child]) == node and int(tree.tokens[row, child]) == tokens[-1]
             ]
-            child, found = ChildFinder(tree).find(torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
+            child, found = find_children(tree, torch.full((index.shape[0], 1), node), choices[:, node : node + 1])
             assert bool(found[row]) == bool(children)
             node = children[0] if children else None
             assert node is None or int(child[row]) == node
@@ -166,7 +165,7 @@ def random_tree(batch_size: int, depth: int, width: int, num_nodes: int, generat
         scores = -torch.randint(0, 7, order.shape, generator=generator).float() / 2
         return order, scores.sort(dim=2, descending=True).values
 
-    levels = [first_level(*candidates(1), num_nodes)]
+    levels = [extend_level(None, *candidates(1), num_nodes)]
     for _ in range(depth - 1):
         levels.append(extend_level(levels[-1], *candidates(levels[-1].tokens.shape[1]), num_nodes))
     return build_tree(torch.arange(batch_size), levels, num_nodes, max_depth=depth)

@@ -83,9 +83,9 @@ def detach(target: nn.Module) -> None:
 @contextmanager
 def attached(target: nn.Module, drafter: nn.Module | str | os.PathLike) -> Iterator[GumihoModel]:
     """
-    Attaches a drafter to `target` within a `with` block, and restores the former attachment afterwards. Blocks of
-    several threads or tasks may overlap and end in any order: of those that are open, the last one counts, in all
-    threads. See [`attach`] for the arguments.
+    Attaches a drafter within a `with` block, and restores the former attachment afterwards. Blocks of several threads
+    or tasks may overlap and end in any order: of those that are open, the last one counts, in all threads. The
+    arguments are those of [`attach`].
     """
     inner = as_target(target)
     attachments = memory_of(inner).attachments
@@ -105,7 +105,7 @@ def attached_drafter(target: nn.Module) -> GumihoModel | None:
 
 
 def _drafter_for(target: PreTrainedModel, drafter: nn.Module | str | os.PathLike, place: Attachment) -> GumihoModel:
-    """Returns the drafter to attach, and lets the calls of all models look for an attached one."""
+    """Returns the drafter to attach, if it fits, and lets the calls of all models look for an attached one."""
     if isinstance(drafter, (str, os.PathLike)):
         found: GumihoModel | None = named_drafter(target, drafter, place)
     else:
@@ -113,18 +113,13 @@ def _drafter_for(target: PreTrainedModel, drafter: nn.Module | str | os.PathLike
     if found is None:
         kind = type(unwrap_model(drafter)).__name__
         raise UserValueError(f"No Gumiho drafter: a {kind}. Pass a `GumihoModel`, or its folder or name.")
-    _check_attachment(target, found)
-    extend_generation_step(ENTRY, _generate)
-    return found
-
-
-def _check_attachment(target: PreTrainedModel, drafter: GumihoModel) -> None:
-    """Raises `ValueError` for a target that a drafter cannot be attached to."""
     traits = check_target(target)
-    check_pair(target, drafter)
+    check_pair(target, found)
     # What only a pass can say is tried with a few tokens.
     if traits.is_chain:
         check_multi_token_decode(target, traits, None)
+    extend_generation_step(ENTRY, _generate)
+    return found
 
 
 def _generate(plain: Callable[..., Any], target: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
@@ -184,17 +179,9 @@ def warn_of_plain_decoding(target: PreTrainedModel, reason: str) -> None:
 def named_drafter(target: PreTrainedModel, name: str | os.PathLike, place: Attachment | None = None) -> GumihoModel:
     """
     Returns the drafter of a folder or of a name on the Hub, on the device of the target's output head and in the
-    target's dtype. It is loaded once for a target, and again if the files of its folder have changed.
-
-    Args:
-        target: The target.
-        name: The folder or name; `"mtp"` for the target's own MTP layers. Another target's name stands for the MTP
-            layers of that one.
-        place: Where the drafter is kept; by default, where the newest attachment of the target is.
-
-    Raises:
-        OSError: There is no such drafter, or a file is damaged.
-        ValueError: It is another model.
+    target's dtype. It is loaded once for a target, and again if the files of its folder have changed. It is kept in
+    `place`, by default with the newest attachment. `"mtp"` stands for the target's own MTP layers, and another
+    target's name for those of that one. Raises `OSError` or `ValueError` where it cannot be loaded.
     """
     named = (place or memory_of(target).attachments[-1]).named
     is_own = str(name) == OWN_MTP_LAYERS

@@ -75,9 +75,11 @@ def _validate_generation_mode(
             generation_mode_kwargs["traits"] = traits
         _warn_of_unused_settings(target, drafter, generation_config)
         # `plain` checks the rest as for a call without an assistant.
-        generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
-        ours = ("assistant_model", "traits")
-        generation_mode_kwargs = {name: value for name, value in generation_mode_kwargs.items() if name not in ours}
+        is_sampled = generation_config.do_sample
+        generation_mode = GenerationMode.SAMPLE if is_sampled else GenerationMode.GREEDY_SEARCH
+        generation_mode_kwargs = dict(generation_mode_kwargs)
+        for name in ("assistant_model", "traits"):
+            generation_mode_kwargs.pop(name, None)
     plain(generation_mode, generation_config, generation_mode_kwargs)
 
 

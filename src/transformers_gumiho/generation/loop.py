@@ -1,7 +1,8 @@
 """The generation loop: draft a tree, verify it in one pass of the target, commit the accepted path."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from ..internals import CACHE_NAME, given_in_call
-from ..model.decoding_settings import SETTINGS_OF_CALLS, DraftingSettings, overridden
+from ..model.decoding_settings import LOOKUP_SETTINGS, SETTINGS_OF_CALLS, DraftingSettings, overridden
 from ..model.modeling_gumiho import GumihoModel
 from ..model.wrappers import in_eval_mode
 from .drafting.blocks import BlockCandidateGenerator
@@ -94,49 +95,40 @@ def decode_with_tree(
     **model_kwargs: Any,
 ) -> GumihoGenerateOutput | torch.Tensor:
     """
-    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, with the target's traits, and with
-    observers of this call. Returns `(B, T + new)` token ids, or a [`GumihoGenerateOutput`] with
-    `return_dict_in_generate=True`.
+    Decodes with a Gumiho drafter. Called by `generate()`, with what it prepared, the target's traits and the call's
+    observers. Returns token ids `(B, T + new)`, or a [`GumihoGenerateOutput`] with `return_dict_in_generate=True`.
     """
     settings = _drafting_settings(traits, target, assistant_model, generation_config, len(input_ids))
     sequences = CommittedSequences(input_ids, stopping_criteria, generation_config, streamer)
-    events = GenerationEvents(observers, len(input_ids))
+    events = GenerationEvents(observers)
+    events.report("on_generation_begin", len(input_ids))
     with ExitStack() as running:
         # Dropout would draw numbers between those of the target's tokens.
         running.enter_context(in_eval_mode(assistant_model))
-        running.callback(events.end, lambda: sequences.tokens_from([sequences.prompt_length] * len(input_ids)))
+        running.callback(events.report, "on_generation_end", sequences.new_tokens)
         with events.stage("prompt"):
-            reader = _reader_for(assistant_model, target)
             max_new_tokens = sequences.max_length - sequences.prompt_length
+            reader = _reader_for(assistant_model, target)
             reads_passes = reader.read_target is not None and not observers
             session = open_session(
                 reader, traits, input_ids, generation_config, model_kwargs, settings, max_new_tokens, reads_passes
             )
             # Entered here, because it must return the entries of the caller's cache if an observer raises an error.
             running.enter_context(session)
-        events.prompt(input_ids, session.prefill.states, session.prompt.mask)
-        do_sample = bool(generation_config.do_sample)
-        chooser = TokenChooser(sequences, logits_processor, do_sample, session.shapes, traits.is_chain)
+        events.report("on_prompt", input_ids, session.prefill.states, session.prompt.mask)
+        chooser = TokenChooser(
+            sequences, logits_processor, bool(generation_config.do_sample), session.shapes, traits.is_chain
+        )
         running.callback(chooser.return_unused_draws)
         # The prefill is a pass over a tree, too: a root alone, the prompt's end, whose token does not matter.
         tree = bare_root(input_ids.new_zeros(len(input_ids)))
         sequences.records.add_prompt(session.prefill.hidden_states)
         chooser.commit_path(tree, session.prefill.logits)
         if not sequences.finished:
-            view = GenerationView(
-                sequences.prompt_length,
-                generation_config.prefill_chunk_size,
-                events.each("drafter_pass"),
-                sequences.tokens_from,
-                chooser.peek_noise,
-            )
-            is_block = assistant_model.config.is_block
-            generator = BlockCandidateGenerator if is_block else GumihoCandidateGenerator
-            drafts = generator.after_prompt(session, assistant_model, settings, view)
-            tree = _run_cycles(session, drafts, sequences, chooser, events)
-        session.finish(
-            sequences.num_cached_by_plain_decoding(), sequences.final_ids()[:, sequences.prompt_length :], tree
-        )
+            chunk_size = generation_config.prefill_chunk_size
+            tree = _run_cycles(session, assistant_model, settings, sequences, chooser, events, chunk_size)
+        new_ids = sequences.final_ids()[:, sequences.prompt_length :]
+        session.finish(sequences.num_cached_by_plain_decoding(), new_ids, tree)
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -153,19 +145,30 @@ def _reader_for(drafter: GumihoModel, target: PreTrainedModel) -> FeatureReader:
 
 def _run_cycles(
     session: TargetSession,
-    drafts: GumihoCandidateGenerator,
+    drafter: GumihoModel,
+    settings: DraftingSettings,
     sequences: CommittedSequences,
     chooser: TokenChooser,
     events: GenerationEvents,
+    prompt_chunk_size: int | None,
 ) -> DraftTree:
     """Runs cycles until every row has ended. Returns the newest tree."""
-    vocab_size = drafts.assistant_model.config.get_text_config().vocab_size
+    view = GenerationView(
+        sequences.prompt_length,
+        prompt_chunk_size,
+        partial(events.stage, "drafter_pass") if events.observers else nullcontext,
+        sequences.tokens_from,
+        chooser.peek_noise,
+    )
+    generator = BlockCandidateGenerator if drafter.config.is_block else GumihoCandidateGenerator
+    drafts = generator.after_prompt(session, drafter, settings, view)
+    vocab_size = drafter.config.get_text_config().vocab_size
     committed = session.committed_prompt(sequences.prefix(sequences.lengths[0]), vocab_size)
     while not sequences.finished:
         # 1. Draft a tree after the committed tokens.
         with events.stage("draft"):
             tree = drafts.draft_tree(committed, sequences.num_missing, session.max_depth)
-        events.tree(drafts.origin)
+        events.report("on_tree", drafts.origin)
         # 2. Verify all of its nodes in one pass of the target.
         with events.stage("verify"):
             output = session.run_tree(tree, [not is_open for is_open in sequences.open_rows])
@@ -207,9 +210,11 @@ def _drafting_settings(
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     given = {name: given_in_call(target, generation_config, name) for name in SETTINGS_OF_CALLS}
     own = overridden(drafter.generation_config, **given)
+    lookup = {name: getattr(generation_config, name) for name in LOOKUP_SETTINGS}
+    own.update(**{name: value for name, value in lookup.items() if value is not None})
     settings = DraftingSettings.from_generation_config(
         own, drafter.config, temperature, num_rows, input_device(target).type, traits.has_states
-    ).with_prompt_lookup(generation_config)
+    )
     if not traits.is_chain:
         return settings
     if settings.branching_factor > 1:

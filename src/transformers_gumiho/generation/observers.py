@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,8 +26,8 @@ class GenerationObserver:
     """
     Callbacks of a generation with draft trees; see [`observing`]. Override the methods that you need.
 
-    The methods run in the thread that generates. An exception in them ends the generation. To time a stage,
-    synchronize the device first, because its work may be unfinished when the stage ends.
+    The methods run in the thread that generates. An exception in them ends the generation. When a stage ends, the
+    device may not have finished its work.
     """
 
     def on_generation_begin(self, batch_size: int) -> None:
@@ -50,25 +49,20 @@ class GenerationObserver:
 
         Args:
             tree: The draft tree that was verified.
-            path: The committed path, as wide as that of the longest row. If a text ends within a drafted path, the
-                last token is a draft instead of a bonus token.
+            path: The committed path. Where a text ends within it, the last token is a draft instead of a bonus token.
         """
 
     def on_prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
         """
-        Called after the prefill. The tensors must be copied, not kept.
-
-        Args:
-            input_ids (`(B, P)`): The prompt; `P` is 0 where it was given as `inputs_embeds`.
-            states: The target's states of the newest `T` of its tokens, fewer than `P` after a cache of the caller's.
-            mask (`(B, P)`, *optional*): False at padding. `None` without any.
+        Called after the prefill, with the prompt `(B, P)`, empty where it was given as `inputs_embeds`, the target's
+        states of its newest tokens, those that no cache of the caller's had, and a mask `(B, P)` that is false at
+        padding, or `None`. The tensors must be copied, not kept.
         """
 
     def on_states(self, states: TargetStates, counts: Sequence[int]) -> None:
         """
         Called after a cycle, with the target's states of the path's nodes: the text's newest token, and the accepted
-        drafts. The tensors must be copied, not kept. `counts` are the states of each row; those after them have no
-        meaning.
+        drafts. The tensors must be copied, not kept. Of each row the first `counts[b]` states have a meaning.
         """
 
     def on_generation_end(self, new_tokens: list[list[int]]) -> None:
@@ -94,10 +88,7 @@ def observing(observer: GenerationObserver, target: nn.Module | None = None) -> 
     `target`, in all of this target's in any thread. Blocks can be nested or overlap, and end in any order and thread.
     """
     observers = _of_thread.observers if target is None else memory_of(as_target(target)).observers
-
-    def make(_: GumihoModel) -> GenerationObserver:
-        return observer
-
+    make: MakeObserver = lambda drafter: observer  # noqa: E731 (one of its own for each block)
     observers.append(make)
     try:
         yield
@@ -114,18 +105,17 @@ def observers_of_call(target: nn.Module, drafter: GumihoModel) -> tuple[Generati
 class GenerationEvents:
     """Calls the observers of one generation in the order of registration; at the end of a stage, in reverse order."""
 
-    def __init__(self, observers: tuple[GenerationObserver, ...], batch_size: int):
+    def __init__(self, observers: tuple[GenerationObserver, ...]):
         self.observers = observers
-        for observer in observers:
-            observer.on_generation_begin(batch_size)
+
+    def report(self, method: str, *args: Any) -> None:
+        """Calls this method of all observers."""
+        for observer in self.observers:
+            getattr(observer, method)(*args)
 
     def stage(self, stage: Stage) -> AbstractContextManager[None]:
         """Returns a context manager for the duration of a stage."""
-        return self.each(stage)()
-
-    def each(self, stage: Stage) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that makes a context manager for each repetition of a stage."""
-        return partial(self._report_stage, stage) if self.observers else nullcontext
+        return self._report_stage(stage) if self.observers else nullcontext()
 
     @contextmanager
     def _report_stage(self, stage: Stage) -> Iterator[None]:
@@ -135,34 +125,15 @@ class GenerationEvents:
                 stack.callback(observer.on_stage_end, stage)
             yield
 
-    def tree(self, origin: DraftOrigin) -> None:
-        """Reports the origin of the next tree."""
-        for observer in self.observers:
-            observer.on_tree(origin)
-
     def cycle(self, tree: DraftTree, path: Path) -> None:
         """Reports what a cycle committed, in memory that the next cycle does not overwrite."""
-        if not self.observers:
-            return
-        longest = max(path.accepted_lengths)
-        nodes, tokens = (tensor[:, :longest].clone() for tensor in (path.nodes, path.tokens))
-        for observer in self.observers:
-            observer.on_cycle(tree, Path(nodes, tokens, path.host_tokens))
-
-    def prompt(self, input_ids: torch.Tensor, states: TargetStates, mask: torch.Tensor | None) -> None:
-        """Reports the target's states of the prompt."""
-        for observer in self.observers:
-            observer.on_prompt(input_ids, states, mask)
+        if self.observers:
+            longest = max(path.accepted_lengths)
+            nodes, tokens = path.nodes[:, :longest].clone(), path.tokens[:, :longest].clone()
+            self.report("on_cycle", tree, Path(nodes, tokens, path.host_tokens))
 
     def states(self, states: TargetStates, path: Path) -> None:
         """Reports the states of the committed path, of all nodes that the target ran."""
-        if not self.observers:
-            return
-        of_path = states.map(lambda all_states: pick(all_states, path.nodes[:, : max(path.accepted_lengths)]))
-        for observer in self.observers:
-            observer.on_states(of_path, path.accepted_lengths)
-
-    def end(self, read_new_tokens: Callable[[], list[list[int]]]) -> None:
-        """Reports that the generation has ended."""
-        for observer in self.observers:
-            observer.on_generation_end(read_new_tokens())
+        if self.observers:
+            nodes = path.nodes[:, : max(path.accepted_lengths)]
+            self.report("on_states", states.map(lambda of_nodes: pick(of_nodes, nodes)), path.accepted_lengths)

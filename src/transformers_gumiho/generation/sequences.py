@@ -20,11 +20,11 @@ class CommittedSequences:
     The committed tokens of all rows, which grow by different lengths until the stopping criteria end them.
 
     Every criterion sees every prefix, so a row ends at the same token as in plain `generate()`. Length limits and
-    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. The
-    arguments are as prepared by `generate()`. A streamer receives the tokens of each step, `(B,)`, as soon as all rows
-    have them.
+    end-of-sequence tokens are checked on the host for all tokens of a path; other criteria run once per prefix. A
+    streamer receives the tokens of each step, `(B,)`, as soon as all rows have them.
 
     Attributes:
+        new_tokens: The new tokens of each row, on the host.
         lengths: Number of tokens of each row, those of the prompt included.
         open_rows: For each row, whether it still takes tokens.
         finished: Whether every row has ended. Rows that end together also have the length of the longest one.
@@ -44,7 +44,7 @@ class CommittedSequences:
         size = batch_size, self.prompt_length + 64
         self._buffer = input_ids.new_full(size, self.pad_token_id, dtype=torch.long)
         self._buffer[:, : self.prompt_length] = input_ids
-        self._new_tokens: list[list[int]] = [[] for _ in range(batch_size)]  # on the host
+        self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.lengths = [self.prompt_length] * batch_size
         self.ends: list[int | None] = [None] * batch_size
         self.records = GenerationRecords(batch_size, generation_config)
@@ -91,7 +91,7 @@ class CommittedSequences:
         """Returns the tokens of each row from index `starts[b]` on, on the host. Only the prompt is read for it."""
         length = self.prompt_length
         prompt = self._buffer[:, :length].tolist() if min(starts) < length else [[] for _ in starts]
-        rows = zip(prompt, self._new_tokens, starts, strict=True)
+        rows = zip(prompt, self.new_tokens, starts, strict=True)
         return [row[start:] + new[max(start - length, 0) :] for row, new, start in rows]
 
     def final_ids(self) -> torch.Tensor:
@@ -108,21 +108,22 @@ class CommittedSequences:
         They are recorded, and the streamer gets the steps that all rows have. Returns what is committed.
         """
         # 1. Each row ends at an end-of-sequence token or the length limit, which are known on the host.
-        lengths = [
-            self._count_to_end(row, tokens) if self.open_rows[row] else 0
-            for row, tokens in enumerate(path.host_tokens)
-        ]
+        lengths = [0] * len(self.lengths)
+        for row, tokens in enumerate(path.host_tokens):
+            if self.open_rows[row]:
+                lengths[row] = self._count_to_end(row, tokens)
         self._write(path.tokens, lengths)
         self.records.add_tokens(path, lengths)
         # 2. Other criteria may end it earlier. They see the scores of the tokens before.
         if len(self.custom_criteria) > 0:
             lengths = self._apply_custom_criteria(lengths)
-            num_before = [start - self.prompt_length for start in self.lengths]
-            self.records.trim([before + length for before, length in zip(num_before, lengths, strict=True)])
+            ends = [start + number for start, number in zip(self.lengths, lengths, strict=True)]
+            for record in (self.records.logits, self.records.scores):
+                record.trim([end - self.prompt_length for end in ends])
         # 3. The rows grow.
         committed = path.cut(lengths)
         self.lengths = [start + length for start, length in zip(self.lengths, lengths, strict=True)]
-        for tokens, new in zip(self._new_tokens, committed.host_tokens, strict=True):
+        for tokens, new in zip(self.new_tokens, committed.host_tokens, strict=True):
             tokens.extend(new)
         self._note_ends()
         self._warn_of_length()
@@ -153,22 +154,18 @@ class CommittedSequences:
         self.ends[row] = min(length, self.ends[row] or length)
 
     def _write(self, tokens: torch.Tensor, accepted_lengths: list[int]) -> None:
-        bounds = [(start, start + number) for start, number in zip(self.lengths, accepted_lengths, strict=True)]
-        longest = max(stop for _, stop in bounds)
-        if longest > self._buffer.shape[1]:
-            grown = self._buffer.new_full((len(bounds), 2 * longest), self.pad_token_id)
-            grown[:, : self._buffer.shape[1]] = self._buffer
-            self._buffer = grown
-        for row, (start, stop) in enumerate(bounds):
-            if stop > start:
-                self._buffer[row, start:stop] = tokens[row, : stop - start]
+        room, longest = self._buffer.shape[1], max(self.lengths) + max(accepted_lengths)
+        if longest > room:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, 2 * longest - room), value=self.pad_token_id)
+        for row, (start, number) in enumerate(zip(self.lengths, accepted_lengths, strict=True)):
+            if number:
+                self._buffer[row, start : start + number] = tokens[row, :number]
 
     def _apply_custom_criteria(self, accepted_lengths: list[int]) -> list[int]:
         """Calls the criteria with every new prefix, the shortest first; cuts the rows that they end."""
         starts, accepted_lengths = self.lengths, list(accepted_lengths)
         # 1. The lengths that any row has on its way, each asked for once, as plain decoding does.
-        new = [range(start + 1, start + number + 1) for start, number in zip(starts, accepted_lengths, strict=True)]
-        for length in sorted(set(itertools.chain(*new))):
+        for length in range(min(starts) + 1, max(starts) + max(accepted_lengths) + 1):
             rows = [row for row, start in enumerate(starts) if start < length <= start + accepted_lengths[row]]
             if not rows:
                 continue
@@ -185,11 +182,9 @@ class CommittedSequences:
 
     def _warn_of_length(self) -> None:
         """Makes transformers' criterion warn, as in plain decoding, of a text beyond the target's positions."""
-        longest = min(max(self.lengths), self.max_length - 1)
-        limit = self._num_positions
-        if limit is not None and longest > limit:
-            # The criterion cannot end the text here.
-            MaxLengthCriteria(self.max_length, limit)(self.prefix(longest), None)
+        longest = min(max(self.lengths), self.max_length - 1)  # the criterion cannot end the text there
+        if self._num_positions is not None and longest > self._num_positions:
+            MaxLengthCriteria(self.max_length, self._num_positions)(self.prefix(longest), None)
             self._num_positions = None
 
     def _stream(self) -> None:
@@ -206,16 +201,14 @@ def max_length_of(
     stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, prompt_length: int
 ) -> int:
     """Returns the maximum length of a text. The caller's criterion replaces the one that `generate()` makes."""
-    lengths = (criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria)
+    lengths = [own.max_length for own in stopping_criteria if type(own) is MaxLengthCriteria]
+    shortest = min(lengths, default=generation_config.max_length)
     # Criteria are asked after a token, so there is always one. A length that is no integer is reached by the next one.
-    return max(math.ceil(min(lengths, default=generation_config.max_length)), prompt_length + 1)
+    return max(math.ceil(shortest), prompt_length + 1)
 
 
 class StepRecord:
-    """
-    Values of every generated token (scores, logits or states), recorded per row because rows advance by different
-    lengths. Without `enabled` nothing is recorded, and the record reads as `None`.
-    """
+    """Values of every generated token, row by row; without `enabled` nothing is recorded, and it reads as `None`."""
 
     def __init__(self, batch_size: int, enabled: bool):
         self.enabled = enabled
@@ -241,27 +234,25 @@ class StepRecord:
             return None
         if num_steps == 0:
             return ()
-        for step in range(len(self._complete), min(num_steps, *(len(steps) for steps in self._rows))):
+        num_complete = min(num_steps, *map(len, self._rows))
+        for step in range(len(self._complete), num_complete):
             self._complete.append(torch.stack([steps[step] for steps in self._rows]))
+        found = self._complete[:num_steps]
         zeros = torch.zeros_like(next(steps[0] for steps in self._rows if steps))
-        ragged = [
-            torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows])
-            for step in range(len(self._complete), num_steps)
-        ]
-        return (*self._complete[:num_steps], *ragged)
+        for step in range(len(found), num_steps):
+            found.append(torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows]))
+        return tuple(found)
 
 
 class GenerationRecords:
-    """
-    What `generate()` returns of every token beside the text: the processed `scores`, the `logits`, hidden states, and
-    of each cycle where its drafts came from, and the number of tokens that it verified (`tree_sizes`) and committed.
-    """
+    """What `generate()` returns beside the text: values of every token, and what each cycle verified and committed."""
 
     def __init__(self, batch_size: int, generation_config: GenerationConfig):
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        self.scores = StepRecord(batch_size, returns_dict and bool(generation_config.output_scores))
-        self.logits = StepRecord(batch_size, returns_dict and bool(generation_config.output_logits))
-        self._has_states = returns_dict and bool(generation_config.output_hidden_states)
+        config = generation_config
+        returns_dict = bool(config.return_dict_in_generate)
+        self.scores = StepRecord(batch_size, returns_dict and bool(config.output_scores))
+        self.logits = StepRecord(batch_size, returns_dict and bool(config.output_logits))
+        self._has_states = returns_dict and bool(config.output_hidden_states)
         self._prompt_states: tuple[torch.Tensor, ...] | None = None
         self._layers: list[StepRecord] = []  # the hidden states of the later tokens
         self.draft_origins: list[Any] = []
@@ -272,11 +263,6 @@ class GenerationRecords:
         """Records the scores and logits of the first `lengths[b]` tokens of each row."""
         self.logits.add(path.logits, lengths)
         self.scores.add(path.scores, lengths)
-
-    def trim(self, num_tokens: Sequence[int]) -> None:
-        """Keeps the scores and logits of the first `num_tokens[b]` new tokens of each row."""
-        self.logits.trim(num_tokens)
-        self.scores.trim(num_tokens)
 
     def add_prompt(self, hidden_states: Any) -> None:
         """Records the states of the prompt, which belong to the first token."""
@@ -304,11 +290,10 @@ class GenerationRecords:
 
     def accepted_lengths(self, num_removed: Sequence[int]) -> list[list[int]]:
         """Returns the tokens that the cycles committed in each row, without the last `num_removed[b]` tokens."""
-        return [_without_last(*row) for row in zip(self._accepted_lengths, num_removed, strict=True)]
-
-
-def _without_last(accepted_lengths: list[int], num_tokens: int) -> list[int]:
-    ends = list(itertools.accumulate(accepted_lengths))
-    total = (ends[-1] if ends else 0) - num_tokens
-    pairs = zip(accepted_lengths, ends, strict=True)
-    return [length - max(end - total, 0) for length, end in pairs if end - length < total]
+        kept = [list(row) for row in self._accepted_lengths]
+        for row, surplus in zip(kept, num_removed, strict=True):
+            while surplus and surplus >= row[-1]:
+                surplus -= row.pop()
+            if surplus:
+                row[-1] -= surplus
+        return kept

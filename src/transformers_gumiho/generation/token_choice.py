@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from enum import Enum, auto
+from itertools import compress
 
 import torch
 from transformers import generation
@@ -11,7 +11,7 @@ from transformers.generation import LogitsProcessorList
 from .sequences import CommittedSequences
 from .token_draws import NO_TOKEN, TokenDraws, sample_by_exponentials
 from .tree.draft_tree import DraftTree
-from .tree.walk import ChildFinder, Path, longest_path, pick, walk_tree
+from .tree.walk import Path, find_children, longest_path, pick, walk_tree
 from .verification.cycle_shapes import CycleShapes
 
 
@@ -49,17 +49,9 @@ _ROW_WISE_PROCESSORS: Set[type] = _PREFIX_FREE_PROCESSORS | {
 _ROW_WISE_CRITERIA: Set[type] = {generation.MaxTimeCriteria, generation.StopStringCriteria}
 
 # Where sampled tokens are drawn at all nodes of a tree at once, so that the host waits for the path and not for each
-# of its tokens. On a CPU there is no wait to save, and each node costs time: 4 ms for one with top-p, 62 ms for 63.
+# of its tokens. On a CPU there is no wait to save, and each node costs time.
 _AT_ONCE_DEVICES = ("cuda", "xpu")
 _MAX_BYTES = 256 << 20  # of the float32 scores of all nodes; processors make several tensors of their size
-
-
-class RowPolicy(Enum):
-    """Which rows of a batch take tokens together."""
-
-    INDEPENDENT = auto()  # each row takes as many tokens as its drafts allow
-    TOGETHER = auto()  # all open rows take the same steps
-    TOGETHER_TO_FIRST_END = auto()  # and the steps of a cycle end when a row does
 
 
 class TokenChooser:
@@ -71,7 +63,8 @@ class TokenChooser:
         logits_processor: As prepared by `generate()`, with the warpers of sampling.
         do_sample: Whether tokens are drawn.
         shapes: The shapes of the walk.
-        rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains).
+        rows_advance_together: Whether the target's cache needs all rows to take the same steps (chains). The steps of
+            a cycle then end when a row does.
     """
 
     def __init__(
@@ -86,7 +79,10 @@ class TokenChooser:
         self.logits_processor = logits_processor
         self.shapes = shapes
         kinds = {type(processor) for processor in logits_processor}
-        self.rows = _row_policy(sequences, kinds, do_sample, rows_advance_together)
+        # Else each row takes as many tokens as its drafts allow.
+        self._are_rows_together = len(sequences.lengths) > 1 and (
+            rows_advance_together or _depend_on_each_other(sequences, kinds, do_sample)
+        )
         self._reads_prefix = not kinds <= _PREFIX_FREE_PROCESSORS
         walks_at_once = kinds <= _GREEDY_PROCESSORS
         if do_sample:
@@ -95,9 +91,9 @@ class TokenChooser:
             runs_between = sequences.streamer is not None or len(sequences.custom_criteria) > 0
             is_possible = not (self._reads_prefix or runs_between or generation.EtaLogitsWarper in kinds)
             walks_at_once = is_possible and sequences.device.type in _AT_ONCE_DEVICES
-        self._walks_at_once = walks_at_once and self.rows is RowPolicy.INDEPENDENT
+        self._walks_at_once = walks_at_once and not self._are_rows_together
         batch_size = len(sequences.lengths)
-        reserve = self._walks_at_once or (batch_size > 1 and self.rows is RowPolicy.INDEPENDENT)
+        reserve = self._walks_at_once or (batch_size > 1 and not self._are_rows_together)
         self._draws = TokenDraws(batch_size, reserve) if do_sample else None
         self._vocab_size = 0  # width of the target's logits
 
@@ -108,7 +104,8 @@ class TokenChooser:
         """
         if self._draws is None:
             return None
-        return self._draws.peek(num_draws, self._vocab_size, self._steps(self.sequences.open_rows), token_ids)
+        steps = self._steps(self.sequences.open_rows)
+        return self._draws.peek(num_draws, self._vocab_size, steps, token_ids)
 
     def return_unused_draws(self) -> None:
         """Leaves the random generator as plain decoding leaves it, after the last token or an error."""
@@ -127,7 +124,8 @@ class TokenChooser:
             return self.sequences.commit(self._walk_greedily(tree, logits))
         exponentials = None
         if self._walks_at_once and 4 * logits.numel() <= _MAX_BYTES:
-            exponentials = draws.take(longest_path(tree), logits.shape[2], self._steps(self.sequences.open_rows))
+            steps = self._steps(self.sequences.open_rows)
+            exponentials = draws.take(longest_path(tree), logits.shape[2], steps)
         if exponentials is None:
             path = self._commit_steps(tree, logits)
         else:
@@ -138,10 +136,10 @@ class TokenChooser:
 
     def _walk_greedily(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """Walks by the best tokens: one walk on the device."""
-        scores = self._process_nodes(tree, logits)
+        scores, walk = self._process_nodes(tree, logits), walk_to_best
         # After the prefill the tree is a root alone. Compiling the walk for it does not pay.
-        is_root = tree.max_depth == 0
-        walk = walk_to_best if is_root else self.shapes.compiled(walk_to_best, tree.tokens.shape[1])
+        if tree.max_depth > 0:
+            walk = self.shapes.compiled(walk_to_best, tree.tokens.shape[1])
         return self._fetch_path(*walk(tree, scores), logits, scores)
 
     def _commit_drawn(
@@ -149,7 +147,8 @@ class TokenChooser:
     ) -> Path:
         """The same by tokens that are drawn at all nodes, with the variates `(B, L, V)` of the draws at each depth."""
         scores = self._process_nodes(tree, logits).float()
-        path = self._fetch_path(*walk_tree(tree, draw_at_nodes(tree, scores, exponentials)), logits, scores)
+        drawn = draw_at_nodes(tree, scores, exponentials)
+        path = self._fetch_path(*walk_tree(tree, drawn), logits, scores)
         path = self.sequences.commit(path)
         draws.advance_generator(max(self.sequences.lengths) - self.sequences.prompt_length)
         # What is not committed need not come from a distribution.
@@ -162,7 +161,8 @@ class TokenChooser:
         if len(self.logits_processor) > 0:
             flat = logits.flatten(0, 1).to(dtype=torch.float32, copy=True)
             # They get a row of input ids for each node, and do not read it.
-            return self.logits_processor(tree.tokens.reshape(-1, 1).to(flat.device), flat).view_as(logits)
+            input_ids = tree.tokens.reshape(-1, 1).to(flat.device)
+            return self.logits_processor(input_ids, flat).view_as(logits)
         # Plain decoding chooses among values rounded to float32.
         return logits.float() if logits.dtype == torch.float64 else logits
 
@@ -172,13 +172,11 @@ class TokenChooser:
         """Brings what [`walk_tree`] returns to the host: the one time in a cycle that the host waits."""
         host_tokens = [tokens[:count] for count, *tokens in packed.tolist()]
         path, records = Path(nodes, packed[:, 1:], host_tokens), self.sequences.records
-        if not (records.logits.enabled or records.scores.enabled):
-            return path
-        recorded = [
-            pick(values, nodes).to(dtype=torch.float32, device=nodes.device) if is_recorded else None
-            for values, is_recorded in ((logits, records.logits.enabled), (scores, records.scores.enabled))
-        ]
-        return replace(path, logits=recorded[0], scores=recorded[1])
+        if records.logits.enabled:
+            path = replace(path, logits=pick(logits, nodes).to(nodes.device, torch.float32))
+        if records.scores.enabled:
+            path = replace(path, scores=pick(scores, nodes).to(nodes.device, torch.float32))
+        return path
 
     def _commit_steps(self, tree: DraftTree, logits: torch.Tensor) -> Path:
         """
@@ -187,7 +185,6 @@ class TokenChooser:
         """
         sequences, steps = self.sequences, []
         node = tree.parents[:, :1]
-        children = ChildFinder(tree)
         node_logits = logits.flatten(0, 1)
         first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
         walking = sequences.open_rows
@@ -201,7 +198,7 @@ class TokenChooser:
             else:
                 tokens = scores.argmax(dim=-1, keepdim=True)
             # 2. The child that carries it: the draft is accepted. Without one, it is the bonus token.
-            child, found = children.find(node, tokens)
+            child, found = find_children(tree, node, tokens)
             host = torch.cat((tokens, found), dim=1).tolist()
             host_tokens = [[token] if takes else [] for (token, _), takes in zip(host, walking, strict=True)]
             for row in host_tokens:
@@ -218,17 +215,13 @@ class TokenChooser:
         """Returns which of the rows that were `walking` take another token in this cycle."""
         is_open, lengths = self.sequences.open_rows, self.sequences.lengths
         open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
-        ends_together = not all(has_child[row] for row in open_rows)
-        if self.rows is RowPolicy.TOGETHER_TO_FIRST_END:
-            ends_together = ends_together or is_open != walking
-        if self.rows is not RowPolicy.INDEPENDENT and ends_together:
+        if self._are_rows_together and (is_open != walking or not all(has_child[row] for row in open_rows)):
             return [False] * len(walking)
+        # A sampled row may be so far ahead of the slowest one that its draws are not kept.
         slowest = min((lengths[row] for row in open_rows), default=0)
         max_lead = float("inf") if self._draws is None else self._draws.max_lead
-        return [
-            walking[row] and has_child[row] and is_open[row] and lengths[row] - slowest < max_lead
-            for row in range(len(walking))
-        ]
+        in_reach = [length - slowest < max_lead for length in lengths]
+        return [all(of_row) for of_row in zip(walking, has_child, is_open, in_reach, strict=True)]
 
     def _steps(self, takes_token: Sequence[bool]) -> list[int | None]:
         """Returns the number of generated tokens of each row, `None` for rows that take no token."""
@@ -241,7 +234,7 @@ class TokenChooser:
         rows of one length: there is one call for each length, whose results for the other rows are not used.
         """
         lengths, process = self.sequences.lengths, self.logits_processor
-        walking_lengths = sorted({length for length, is_walking in zip(lengths, walking, strict=True) if is_walking})
+        walking_lengths = sorted(set(compress(lengths, walking)))
         if len(walking_lengths) == 1 or not self._reads_prefix:
             # A processor may change its input in place.
             scores = logits.clone() if self.sequences.records.logits.enabled else logits
@@ -253,20 +246,14 @@ class TokenChooser:
         return processed
 
 
-def _row_policy(
-    sequences: CommittedSequences, processors: Set[type], do_sample: bool, rows_advance_together: bool
-) -> RowPolicy:
-    if len(sequences.lengths) == 1:
-        return RowPolicy.INDEPENDENT
-    if rows_advance_together:
-        return RowPolicy.TOGETHER_TO_FIRST_END
-    # A row's scores or end may depend on other rows or on earlier calls.
+def _depend_on_each_other(sequences: CommittedSequences, processors: Set[type], do_sample: bool) -> bool:
+    """Whether a row's scores or end may depend on other rows or on earlier calls."""
     criteria = {type(criterion) for criterion in sequences.custom_criteria}
-    is_row_wise = processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA
+    if not (processors <= _ROW_WISE_PROCESSORS and criteria <= _ROW_WISE_CRITERIA):
+        return True
     # If all rows continue until a criterion ends the last one, faster rows would pass this end, and draw numbers that
     # plain decoding does not draw.
-    passes_end = do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
-    return RowPolicy.INDEPENDENT if is_row_wise and not passes_end else RowPolicy.TOGETHER
+    return do_sample and not sequences.pads_finished_rows and len(sequences.custom_criteria) > 0
 
 
 def walk_to_best(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,8 +269,9 @@ def draw_at_nodes(tree: DraftTree, scores: torch.Tensor, exponentials: torch.Ten
     batch_size, num_depths, _ = exponentials.shape
     first_draws = torch.arange(0, batch_size * num_depths, num_depths, device=tree.depths.device)
     index = (tree.depths + first_draws[:, None]).flatten().to(scores.device)
-    of_nodes = exponentials.to(scores.device).flatten(0, 1).index_select(0, index).view_as(scores)
-    return sample_by_exponentials(scores.softmax(dim=-1), of_nodes).squeeze(-1).to(tree.tokens.device)
+    of_nodes = exponentials.to(scores.device).flatten(0, 1).index_select(0, index)
+    drawn = sample_by_exponentials(scores.softmax(dim=-1), of_nodes.view_as(scores))
+    return drawn.squeeze(-1).to(tree.tokens.device)
 
 
 def _check_drawn(tokens: Sequence[int]) -> None:

@@ -35,7 +35,8 @@ def can_preview_multinomial(device: torch.device) -> bool:
     """Whether the device's generator can be copied, and `torch.multinomial` draws by the exponential race there."""
     if device.type not in _DEVICE_TYPES:
         return False
-    probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0).expand(2, -1).contiguous()
+    probabilities = torch.linspace(0.1, 1.0, 5000, device=device).softmax(dim=0)
+    probabilities = probabilities.expand(2, -1).contiguous()
     generator, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     exponentials = torch.empty_like(probabilities).exponential_(generator=other)
@@ -57,8 +58,8 @@ class TokenDraws:
     The draws of a generation: of each, the exponential variates `(B, V)`.
 
     Plain decoding draws the k-th new token of all rows at once. So a row's k-th token uses the row's part of the k-th
-    draw, whenever the row gets there, and the same seed samples the same text as plain decoding. A row takes the noise
-    of each token exactly once, whatever was drafted. So the drafter may know all of it.
+    draw, whenever the row gets there, and the same seed samples the same text. A row takes the noise of each token
+    exactly once, whatever was drafted. So the drafter may know all of it.
 
     Draws that were made are kept until the slowest row has taken them; [`max_lead`] limits their number. Draws that
     were only previewed wait in a second queue:
@@ -67,7 +68,7 @@ class TokenDraws:
       the generator since, because plain decoding would then draw other numbers, too.
     - With `reserve` they are taken from the device's generator, and always used; [`return_unused`] gives the rest
       back. This is needed if rows may be at different steps, or if several tokens are drawn at once: otherwise the
-      noise of a row would depend on how many of its drafts were accepted, and so on the noise itself.
+      noise of a row would depend on its own accepted drafts.
     """
 
     def __init__(self, batch_size: int, reserve: bool):
@@ -110,7 +111,8 @@ class TokenDraws:
             with DRAWING:
                 return torch.multinomial(probabilities, num_samples=1)
         self.advance_generator(max(taking) + 1)
-        draws = [self._made[(max(taking) if step is None else step) - self._first] for step in steps]
+        used = [max(taking) if step is None else step for step in steps]
+        draws = [self._made[step - self._first] for step in used]
         exponentials = draws[0]
         if any(other is not exponentials for other in draws):
             exponentials = torch.stack([of_step[row] for row, of_step in enumerate(draws)])
@@ -188,8 +190,8 @@ class TokenDraws:
         of_rows = []
         for row, start in enumerate(starts):
             own = draws[start - used.start :][:num_draws]
-            of_rows += [of_draw[row] for of_draw in own]
-        return torch.stack(of_rows).unflatten(0, (len(starts), num_draws))
+            of_rows.append(torch.stack([of_draw[row] for of_draw in own]))
+        return torch.stack(of_rows)
 
     def _preview(self, num_draws: int) -> None:
         """Previews the draws that come next, up to `num_draws` of them."""
@@ -223,7 +225,8 @@ class TokenDraws:
             self._empty().exponential_()
         else:
             # Making random numbers is slow on a CPU, so the state is set instead.
-            torch.set_rng_state(self._previewed[0][0] if self._previewed else self._copy.get_state())
+            state = self._previewed[0][0] if self._previewed else self._copy.get_state()
+            torch.set_rng_state(state)
         return variates
 
     def _drop_outdated(self) -> None:

@@ -1,10 +1,9 @@
 """
 Reads the configs of block drafters (DFlash, JetSpec and DSpark), in the layouts of all tools that write them.
 
-A block drafter is one body with five switches: which query predicts first, which of its layers are causal, which have
-windows, whether it has a Markov head, and whether it has an output head of its own. Tensors show the last two. Each
-tool writes the others in a way of its own, and leaves them out in a way of its own. They are resolved here, layer by
-layer, so that nothing later knows which tool it was.
+A block drafter is one body with five switches: which query predicts first, which layers are causal, which have
+windows, whether it has a Markov head, and whether it has its own output head. Each tool writes the first three in its
+own way. They are resolved here, layer by layer, so that nothing later knows which tool it was.
 """
 
 import re
@@ -39,7 +38,7 @@ _READ = {
     "sample_from_anchor", "is_causal", "causal", "causal_head", "use_swa", "swa_window_size", "use_sliding_window",
     "sliding_window_non_causal", "markov_rank", "markov_head_type", "projector_type", "attention_mode",
 }  # fmt: skip
-# Fields of training, of a head that judges drafts, and of Domino, which speculators writes for all DFlash drafters.
+# Fields of training, of a head that judges drafts, and of Domino.
 _IDLE = {
     "num_target_layers", "num_anchors", "enable_confidence_head", "confidence_head_with_markov",
     "confidence_head_alpha", "ce_loss_alpha", "l1_loss_alpha", "loss_decay_gamma", "auf", "pure_draft_prefix_len",
@@ -50,7 +49,7 @@ _NEUTRAL = {
     "input_embedding_scale": 1, "output_multiplier": 1, "attention_value_scale": 1, "is_neox_style": True,
     "rope_is_neox_style": True,
 }  # fmt: skip
-# A mask of drafted tokens, a head that judges drafts, and copies of parts of the target are in some files, not used.
+# A mask of tokens, a head that judges drafts, and copies of parts of the target are in some files, not used.
 _KNOWN_TENSORS = re.compile(
     r"(fc|layers\.\d+\.self_attn\.[qkvo]_proj)\.(weight|bias)|(embed_tokens|hidden_norm|norm|lm_head"
     r"|layers\.\d+\.(self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm)"
@@ -61,36 +60,20 @@ _KNOWN_TENSORS = re.compile(
 
 def is_block_drafter(fields: Mapping[str, Any]) -> bool:
     """Whether a `config.json` says that it is one of a block drafter, of any kind."""
-    given = fields.get("architectures")
-    names = [
-        fields.get("speculators_model_type"),
-        fields.get("model_type"),
-        *(given if isinstance(given, list) else ()),
-    ]
-    return "dflash_config" in fields or any(
-        re.search(r"dflash|dspark|xpress|muse_?glimmer_?assistant", str(name), re.IGNORECASE) for name in names
-    )
+    names = [fields.get(name) for name in ("speculators_model_type", "model_type", "architectures")]
+    kind = re.compile(r"dflash|dspark|xpress|muse_?glimmer_?assistant", re.IGNORECASE)
+    return "dflash_config" in fields or any(kind.search(str(name)) for name in names)
 
 
 def block_fields(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
     """
-    Returns the fields of a `GumihoConfig` for a block drafter.
-
-    Args:
-        fields: The content of its `config.json`.
-        shapes: The shape of each of its tensors, by plain names.
-        name_or_path: Where it is from.
-
-    Raises:
-        ValueError: It is a drafter of another kind, or one with something that is not known here.
+    Returns the fields of a `GumihoConfig` for a block drafter, by its `config.json` and the shapes of its tensors by
+    plain names. Raises `ValueError` for a drafter of another kind, or with something that is not known here.
     """
     if fields.get("model_type") == _MUSE:
         # Its vocabulary is the target's. Its layers slide both ways, and see as far as the window's last token.
-        fields = fields | {
-            "vocab_size": 0,
-            "is_causal": False,
-            "sliding_window": fields.get("sliding_window", 2048) + 1,
-        }
+        window = fields.get("sliding_window", 2048) + 1
+        fields = fields | {"vocab_size": 0, "is_causal": False, "sliding_window": window}
     head = PublishedHead(fields, "dflash_config", name_or_path)
     head.shapes = shapes
     _check_names(head)
@@ -129,7 +112,8 @@ def block_fields(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> d
 
 def check_block(config: Any) -> None:
     """Raises `ValueError` where the fields of a block drafter's `GumihoConfig` do not fit together."""
-    size, mask_token, llama = config.block_size, config.mask_token_id, config.get_text_config()
+    size, mask_token = config.block_size, config.mask_token_id
+    llama = config.get_text_config()
     if size is None or config.max_draft_depth < 1:
         raise UserValueError(f"`block_size` must leave a token to draft, got {size!r}.")
     if mask_token is None or not 0 <= mask_token < (llama.vocab_size or mask_token + 1):
@@ -140,28 +124,30 @@ def check_block(config: Any) -> None:
         )
     for name in ("attention_windows", "attention_causal"):
         values = getattr(config, name)
-        if values is None or len(values) != llama.num_hidden_layers:
+        if len(values or ()) != llama.num_hidden_layers:
             raise UserValueError(
                 f"`{name}` must have a value for each of {llama.num_hidden_layers} layers: {values!r}."
             )
-    if any(window is not None and window < 1 for window in config.attention_windows):
-        raise UserValueError(f"`attention_windows` must be at least 1, or None, got {config.attention_windows!r}.")
 
 
 def _check_names(head: PublishedHead) -> None:
     """Raises `ValueError` for a drafter of another body, by its names and tensors."""
     flags = head.flags
-    architectures = [name for level in head.levels for name in level.get("architectures", ())]
-    kinds = [flags.get(name) for name in ("speculators_model_type", "projector_type", "attention_mode")]
+    architectures = head.architectures()
+    kind_fields = ("speculators_model_type", "projector_type", "attention_mode")
+    kinds = [flags[name] for name in kind_fields if name in flags]
     layer_type = head.levels[0].get("model_type", "qwen3")
-    names = [str(name).lower() for name in (*architectures, *kinds, flags.get("model_type"), layer_type) if name]
+    given = (*architectures, *kinds, flags.get("model_type"), layer_type)
+    names = [str(name).lower() for name in given if name]
     for pattern, what in _OTHERS:
         if any(re.search(pattern, name) for name in (*names, *head.shapes)):
             raise head.refusal(what)
-    if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(name)]:
-        raise head.refusal(f"a block drafter of the architecture {other[0]!r}")
-    if other := [kind for kind in kinds if kind not in (None, "dflash", "dspark", "gqa", "mha")]:
-        raise head.refusal(f"a block drafter of the kind {other[0]!r}")
+    for name in architectures:
+        if not _KNOWN_ARCHITECTURE.fullmatch(name):
+            raise head.refusal(f"a block drafter of the architecture {name!r}")
+    for kind in kinds:
+        if kind not in ("dflash", "dspark", "gqa", "mha"):
+            raise head.refusal(f"a block drafter of the kind {kind!r}")
     if layer_type not in _LAYER_TYPES:
         raise head.refusal(f"a block drafter with layers of the type {layer_type!r} (`model_type`)")
     markov_type = flags.get("markov_head_type", "vanilla")
@@ -173,8 +159,8 @@ def _check_names(head: PublishedHead) -> None:
 
 def _samples_anchor(head: PublishedHead) -> bool:
     """
-    Returns whether the newest token, the first query, predicts the token after it, and so on. Else each query predicts
-    the token at its own place, and the output of the first one is not used.
+    Returns whether each query predicts the token after its own. Else it predicts the token at its own place, and the
+    output of the first one is not used.
     """
     flags, kind = head.flags, head.flags.get("speculators_model_type")
     if "sample_from_anchor" in flags:
@@ -196,11 +182,13 @@ def _windows(head: PublishedHead, num_layers: int) -> list[int | None]:
     flags = head.flags
     window, kinds = flags.get("sliding_window"), flags.get("layer_types", [])[:num_layers]
     if kinds:
-        slides = [kind == "sliding_attention" for kind in kinds] + [False] * (num_layers - len(kinds))
+        slides = [kind == "sliding_attention" for kind in kinds]
+        slides += [False] * (num_layers - len(kinds))
     else:
         # As transformers' config of Qwen3 fills them in.
-        first = flags.get("max_window_layers", 28) if flags.get("use_sliding_window") else num_layers
-        slides = [layer >= first for layer in range(num_layers)]
+        first = flags.get("max_window_layers", 28)
+        has_windows = bool(flags.get("use_sliding_window"))
+        slides = [has_windows and layer >= first for layer in range(num_layers)]
     if flags.get("use_swa") and not any(slides):
         # Drafters of MiMo and ModelOpt say it for all layers.
         window, slides = flags.get("swa_window_size", window), [True] * num_layers

@@ -22,8 +22,9 @@ def context_entries(
     keys = attention.k_proj(context).view(shape)
     if (norm := getattr(attention, "k_norm", None)) is not None:
         keys = norm(keys)
-    keys, values = keys.transpose(1, 2), attention.v_proj(context).view(shape).transpose(1, 2)
+    keys = keys.transpose(1, 2)
     keys, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
+    values = attention.v_proj(context).view(shape).transpose(1, 2)
     return keys, values
 
 

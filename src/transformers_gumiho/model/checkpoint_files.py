@@ -12,7 +12,13 @@ from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from ..commands import UserOSError
 from ..files import PLACES, damaged_files_named
@@ -25,21 +31,11 @@ def plain_name(key: str) -> str:
     return re.sub(r"^mlp\.mlp\.", "mlp.", name.replace("output_norm_enc.", "hidden_norm."))
 
 
-def weight_files(name_or_path: Any, options: Mapping[str, Any]) -> list[Path]:
-    """
-    Returns the weight files that `from_pretrained` reads with these arguments, `options`: one, or all shards. There
-    are none where nothing is found. `name_or_path` is a folder, a file, or a name on the Hub.
-    """
-    first = _file_or_index(name_or_path, options)
-    if first is None or first.suffix != ".json":
-        return [] if first is None else [first]
-    return [cached(name_or_path, shard, options) for shard in sorted(set(_shards_of(first, name_or_path).values()))]
-
-
 def tensor_files(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, str]:
     """
     Returns the names of the tensors of a checkpoint in safetensors, each with the name of its file. Of a checkpoint in
-    several files only the index is read.
+    several files only the index is read. `name_or_path` is a folder, a file, or a name on the Hub, and `options` are
+    the arguments of `from_pretrained`, also in the other functions.
     """
     first = _file_or_index(name_or_path, options)
     if first is None or first.suffix == ".json":
@@ -60,10 +56,13 @@ def _file_or_index(name_or_path: Any, options: Mapping[str, Any]) -> Path | None
     """Returns the file of a checkpoint, or the index of one in several files; `None` where there is neither."""
     if os.path.isfile(name_or_path):
         return Path(name_or_path)
-    names = [] if options.get("use_safetensors") is False else ["model.safetensors", "model.safetensors.index.json"]
-    for name in (*names, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    if options.get("use_safetensors") is False:
+        del names[:2]
+    for name in names:
         if variant := options.get("variant"):
-            name = f"{name.rpartition('.')[0]}.{variant}.{name.rpartition('.')[2]}"
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.{variant}.{suffix}"
         with suppress(OSError):  # there is no such file
             return cached(name_or_path, name, options)
     return None
@@ -81,7 +80,7 @@ def _shards_of(index: Path, name_or_path: Any) -> dict[str, str]:
 def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     Returns the shape of each tensor of a checkpoint by its plain name, without reading the tensors. There are none
-    where no weight file is found. The arguments are those of [`weight_files`].
+    where no weight file is found.
     """
     with damaged_files_named(name_or_path, options):
         return {plain_name(key): shape for key, shape, _ in _entries(name_or_path, options, "meta")}
@@ -89,25 +88,33 @@ def tensor_shapes(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, tu
 
 def stored_dtype(name_or_path: Any, options: Mapping[str, Any]) -> torch.dtype:
     """Returns the narrowest dtype that holds all floating-point tensors of a checkpoint to the bit."""
-    entries = (read() for *_, read in _entries(name_or_path, options, "meta"))
-    dtypes = {entry.dtype for entry in entries if isinstance(entry, torch.Tensor)}
-    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point))
+    entries = [read() for *_, read in _entries(name_or_path, options, "meta")]
+    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    return reduce(torch.promote_types, {own.dtype for own in tensors if own.is_floating_point()})
 
 
 def read_entry(name_or_path: Any, key: str, options: Mapping[str, Any]) -> Any:
     """Returns one entry of a checkpoint, under any prefix, without reading the others; `None` if there is none."""
     plain = plain_name(key)
     if options.get("state_dict") is not None:
-        return next((entry for name, entry in options["state_dict"].items() if plain_name(name) == plain), None)
-    entries = _entries(name_or_path, options, "cpu")
-    return next((read() for name, _, read in entries if plain_name(name) == plain), None)
+        by_plain_name = {plain_name(name): entry for name, entry in options["state_dict"].items()}
+        return by_plain_name.get(plain)
+    for name, _, read in _entries(name_or_path, options, "cpu"):
+        if plain_name(name) == plain:
+            return read()
+    return None
 
 
 def _entries(
     name_or_path: Any, options: Mapping[str, Any], device: str
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
     """Yields names and shapes of a checkpoint's entries, and functions that read them: pickles to this device."""
-    for file in weight_files(name_or_path, options):
+    first = _file_or_index(name_or_path, options)
+    files = [] if first is None else [first]
+    if first is not None and first.suffix == ".json":
+        shards = sorted(set(_shards_of(first, name_or_path).values()))
+        files = [cached(name_or_path, shard, options) for shard in shards]
+    for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (not a dict)

@@ -18,19 +18,10 @@ from .target_shape import TargetLayers, embedding_width, llama_config, llama_fie
 
 logger = logging.get_logger(__name__)
 
-# Left out of files where they are None, so that the configs of published drafters stay as they are.
-_LEFT_OUT = ("embedding_size", "target_layer_ids", "converted_from")
-# Of an EAGLE-3 head alone.
-_EAGLE3_FIELDS = (
-    "serial_head", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output", "qk_norm",
-)  # fmt: skip
-# Of an MTP layer alone, beside `serial_head` and `norm_output`.
-_MTP_FIELDS = ("mtp_state_first", "mtp_reads_normed", "mtp_final_norm")
-# Of a block drafter alone.
-_BLOCK_FIELDS = (
-    "block_size", "mask_token_id", "sample_from_anchor", "attention_windows", "attention_causal", "markov_rank",
-    "has_own_head",
+# Fields that every file has. The others are left out where they have their default, as in published configs.
+_IN_EVERY_FILE = (
+    "model", "num_serial_tokens", "num_parallel_heads", "num_residual_blocks", "transition_rank", "gumiho_fc_bias",
+    "initializer_range", "has_embedding", "tie_word_embeddings",
 )  # fmt: skip
 
 
@@ -42,9 +33,8 @@ class GumihoConfig(PreTrainedConfig):
 
     Args:
         model (`LlamaConfig` or `dict`, *optional*):
-            The Llama configuration of the drafter: hidden size, vocabulary and rotary embedding as in the target, and
-            the two layers of the serial head. A `dict` in `config.json`, a config object in memory. For an MTP layer
-            it is the text configuration of the target, with this layer alone.
+            The Llama configuration of the drafter: sizes, vocabulary and rotary embedding as in the target, and the
+            two layers of the serial head. For an MTP layer it is the target's text config, with this layer alone.
         num_serial_tokens (`int`, defaults to 2):
             Tokens drafted one after the other by the serial head.
         num_parallel_heads (`int`, defaults to 5):
@@ -52,66 +42,59 @@ class GumihoConfig(PreTrainedConfig):
         num_residual_blocks (`int`, defaults to 5):
             Residual blocks in each parallel head, after the block that narrows its input to the hidden size.
         transition_rank (`int`, defaults to 0):
-            Rank of the transitions, by which each parallel head takes the token above its own into account; see
-            [`GumihoTransition`]. The published drafters have none.
+            Rank of the heads' [`GumihoTransition`]s. The published drafters have none.
         target_layer_ids (`list[int]`, *optional*):
             Layers of the target whose states the serial head reads, from 0 up and in rising order; see
-            [`GumihoLayerFusion`]. Number i is what layer i returns, as in DFlash drafters. For the last layer it is
-            the state after the final norm. By default the serial head reads only this state, as in the published
-            drafters. [`from_target`] also takes negative numbers, which count from the last layer down. An EAGLE-3
-            head reads three layers by default ([`layers_read`]), and the last layer before the final norm.
+            [`GumihoLayerFusion`]. Number i is what layer i returns; of the last layer, the state after the final norm,
+            for an EAGLE-3 head before it. By default it reads the last state alone, and an EAGLE-3 head three layers.
+            [`from_target`] also takes negative numbers, which count from the last layer down.
         gumiho_fc_bias (`bool`, defaults to `True`):
             Whether `fc`, which fuses a token embedding and a hidden state, has a bias.
         initializer_range (`float`, defaults to 0.02):
             Standard deviation of new weights; those of the parallel heads begin at zero.
         has_embedding (`bool`, defaults to `True`):
-            Whether the drafter holds a copy of the target's token embedding. Without a copy it reads the target's own;
-            see `save_pretrained(save_embedding=False)`.
+            Whether the drafter holds a copy of the target's token embedding, or reads the target's own.
         embedding_size (`int`, *optional*):
             Width of the token embedding, if it differs from the hidden size.
         serial_head (`str`, defaults to `"gumiho"`):
-            Architecture of the serial head: `"gumiho"`, also for EAGLE-1 and EAGLE-2, `"eagle3"`, or `"mtp"` for the
-            multi-token prediction layer of a target; or `"block"` for a block drafter (DFlash, JetSpec, DSpark), which
-            drafts all tokens in one pass.
+            `"gumiho"`, also for EAGLE-1 and EAGLE-2; `"eagle3"`; `"mtp"` for a target's multi-token prediction layer;
+            or `"block"` for a block drafter (DFlash, JetSpec, DSpark), which drafts all tokens in one pass.
         draft_vocab_size (`int`, *optional*):
-            For EAGLE-3 and block drafters: tokens that the drafter's own output head scores, by their ids in the
-            tensor `d2t`. By default it scores all tokens.
+            EAGLE-3 and block drafters: tokens that the own output head scores, by their ids in the tensor `d2t`.
         target_hidden_size (`int`, *optional*):
-            For EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
+            EAGLE-3 and block drafters: width of the target's states, if it differs from the hidden size.
         norm_before_residual (`bool`, defaults to `False`):
-            For EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
+            EAGLE-3: whether the first layer adds to the normed state instead of the state itself.
         norm_before_fc (`bool`, defaults to `False`):
-            For EAGLE-3: whether the target's states have one norm before `fc`, side by side.
+            EAGLE-3: whether the target's states have one norm before `fc`, side by side.
         fc_norm (`bool`, defaults to `False`):
-            For EAGLE-3.1: whether each of the target's states has a norm before `fc`.
+            EAGLE-3.1: whether each of the target's states has a norm before `fc`.
         norm_output (`bool`, defaults to `False`):
-            For EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
+            EAGLE-3.1 and MTP layers: whether the feature that is fed back is the one after the final norm.
         qk_norm (`bool`, defaults to `False`):
-            For EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
+            EAGLE-3 and block drafters: whether queries and keys have norms, as in Qwen3.
         block_size (`int`, *optional*):
-            For block drafters: most queries of a pass, the newest token and mask tokens.
+            Block drafters: most queries of a pass, the newest token and mask tokens.
         mask_token_id (`int`, *optional*):
-            For block drafters: the token of all other queries.
+            Block drafters: the token of all queries but the first.
         sample_from_anchor (`bool`, defaults to `False`):
-            For block drafters: whether each query predicts the token after its own, as in DSpark; else the token at
-            its own place, and the newest token's query none.
+            Block drafters: whether each query predicts the token after its own; else the token at its own place.
         attention_windows (`list[int | None]`, *optional*):
-            For block drafters: how many positions a query of each layer sees, its own included; `None` for all.
+            Block drafters: how many positions a query of each layer sees, its own included; `None` for all.
         attention_causal (`list[bool]`, *optional*):
-            For block drafters: whether a query of each layer sees no later ones of its block.
+            Block drafters: whether a query of each layer sees no later ones of its block.
         markov_rank (`int`, defaults to 0):
-            For block drafters: rank of the Markov head of DSpark; 0 for none.
+            Block drafters: rank of the Markov head of DSpark; 0 for none.
         has_own_head (`bool`, defaults to `False`):
-            For block drafters: whether there is an output head of its own.
+            Block drafters: whether there is an output head of its own.
         mtp_state_first (`bool`, defaults to `False`):
-            For MTP layers: whether `fc` takes the state before the embedding.
+            MTP layers: whether `fc` takes the state before the embedding.
         mtp_reads_normed (`bool`, defaults to `True`):
-            For MTP layers: whether the target's last state is read after its final norm.
+            MTP layers: whether the target's last state is read after its final norm.
         mtp_final_norm (`bool`, defaults to `True`):
-            For MTP layers: whether there is a norm between the layer and the output head.
+            MTP layers: whether there is a norm between the layer and the output head.
         converted_from (`str`, *optional*):
-            Name or folder of the head of another method, or of the target with an MTP layer, that this config was read
-            from.
+            Where this was read, if from a head of another method or a target with an MTP layer.
         tie_word_embeddings (`bool`, defaults to `False`):
             Required by transformers. A drafter ties no weights.
 
@@ -171,7 +154,8 @@ class GumihoConfig(PreTrainedConfig):
         if self.model is None:
             self.model = LlamaConfig(num_hidden_layers=2)
         elif isinstance(self.model, dict):
-            self.model = AutoConfig.for_model(**self.model) if self.is_mtp else llama_config(self.model)
+            make = AutoConfig.for_model if self.is_mtp else llama_config
+            self.model = make(**self.model)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -183,15 +167,15 @@ class GumihoConfig(PreTrainedConfig):
         """
         if not isinstance(self.model, PreTrainedConfig if self.is_mtp else LlamaConfig):
             raise UserValueError(f"`model` must be a LlamaConfig or a dict, got {type(self.model).__name__}.")
-        smallest = {"num_serial_tokens": 1, "num_parallel_heads": 0, "num_residual_blocks": 0, "transition_rank": 0}
+        smallest = dict.fromkeys(("num_parallel_heads", "num_residual_blocks", "transition_rank"), 0)
+        smallest["num_serial_tokens"] = 0 if self.is_block else 1
+        for name, minimum in smallest.items():
+            if getattr(self, name) < minimum:
+                raise UserValueError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
+        if self.model.num_hidden_layers < 1:
+            raise UserValueError(f"`model.num_hidden_layers` must be at least 1, got {self.model.num_hidden_layers}.")
         if self.is_block:
             check_block(self)
-            smallest["num_serial_tokens"] = 0
-        values = {name: (getattr(self, name), minimum) for name, minimum in smallest.items()}
-        values["model.num_hidden_layers"] = self.model.num_hidden_layers, 1
-        for name, (value, minimum) in values.items():
-            if value < minimum:
-                raise UserValueError(f"`{name}` must be at least {minimum}, got {value}.")
         if self.embedding_size is not None and self.embedding_size < 1:
             raise UserValueError(f"`embedding_size` must be at least 1, or None, got {self.embedding_size}.")
         if self.serial_head not in ("gumiho", "eagle3", "mtp", "block"):
@@ -209,9 +193,8 @@ class GumihoConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        Reads a `config.json` as `PreTrainedConfig.get_config_dict` does. One that describes a small Llama, as the
-        reference writes it, is read as the `model` of a drafter, and one of an EAGLE head as that of its drafter. For
-        the released drafters, whose repositories may have none, the packaged one is used, and the log says so.
+        As `PreTrainedConfig.get_config_dict`, for the layouts of all tools, see `as_drafter_fields`. For the released
+        drafters, whose repositories may have no `config.json`, the packaged one is used, and the log says so.
 
         Raises:
             OSError: There is no `config.json`, neither there nor in this package, or it is damaged.
@@ -229,7 +212,8 @@ class GumihoConfig(PreTrainedConfig):
             # Offline, a file that the repository lacks and one that was not downloaded look the same.
             if not isinstance(getattr(error.__cause__, "__cause__", None), LocalEntryNotFoundError):
                 raise
-            fields, lack, cause = {}, "has no config.json in the cache (the Hub was not reached)", error
+            fields, cause = {}, error
+            lack = "has no config.json in the cache (the Hub was not reached)"
         if not fields:
             folder = find_packaged_folder(name)
             if folder is None and os.path.isfile(os.path.join(name, "generation_config.json")):
@@ -255,13 +239,8 @@ class GumihoConfig(PreTrainedConfig):
         always says whether `fc` has a bias; where a file does not, it has none, as for vLLM.
 
         Raises:
-            ValueError: It asks for vLLM's `add_para_norm`, or a field is wrong, also one among `kwargs`.
+            ValueError: A field is wrong, also one among `kwargs`.
         """
-        if config_dict.get("add_para_norm"):
-            raise UserValueError(
-                "The config asks for `add_para_norm`, two norms before `fc` that the published drafters do not have, "
-                "and that are not available here. Load this drafter with vLLM."
-            )
         try:
             found = super().from_dict({"gumiho_fc_bias": False} | config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -271,13 +250,11 @@ class GumihoConfig(PreTrainedConfig):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields, as `PreTrainedConfig.to_dict` does; without what published drafters lack, if None."""
+        """Returns the fields, as `PreTrainedConfig.to_dict` does; without most of those that have their default."""
+        left_out = GumihoConfig.__annotations__.keys() - {*_IN_EVERY_FILE}
+        defaults = {field.name: field.default for field in dataclasses.fields(GumihoConfig) if field.name in left_out}
         fields: dict[str, Any] = super().to_dict()
-        left_out = {name for name in _LEFT_OUT if fields.get(name) is None}
-        left_out |= {*_EAGLE3_FIELDS} if self.serial_head == "gumiho" else set()
-        left_out |= set() if self.is_block else {*_BLOCK_FIELDS}
-        left_out |= set() if self.is_mtp else {*_MTP_FIELDS}
-        return {name: value for name, value in fields.items() if name not in left_out}
+        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
     @property
     def is_eagle3(self) -> bool:
@@ -288,10 +265,6 @@ class GumihoConfig(PreTrainedConfig):
     def is_mtp(self) -> bool:
         """Whether the serial head is a target's multi-token prediction layer."""
         return self.serial_head == "mtp"
-
-    def is_of_target(self, name_or_path: Any) -> bool:
-        """Whether this was read from the checkpoint of a target, `name_or_path`, that has MTP layers."""
-        return self.is_mtp and self.converted_from == str(name_or_path)
 
     @property
     def is_block(self) -> bool:
@@ -323,7 +296,8 @@ class GumihoConfig(PreTrainedConfig):
             return TargetLayers((last,), is_last_normed=False)
         if self.serial_head in ("gumiho", "mtp"):
             return TargetLayers.of(self.target_layer_ids)
-        ids, num_layers = self.target_layer_ids, target_config.get_text_config(decoder=True).num_hidden_layers
+        ids = self.target_layer_ids
+        num_layers = target_config.get_text_config(decoder=True).num_hidden_layers
         if ids is None:
             # Those of the paper.
             ids = [1, num_layers // 2 - 1, num_layers - 4]

@@ -50,7 +50,9 @@ _STATE_NODES = 16
 _SERIAL_DEPTH, _SERIAL_BRANCHING = 5, 10
 _WHERE = "Set it in the drafter's `generation_config`."
 _KINDS_OF_DECODING = ("greedy", "sampled")
-_MIN_LOOKUP = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+# Settings of prompt lookup, which a call may set as well, and their smallest values.
+LOOKUP_SETTINGS = {"prompt_lookup_num_tokens": 0, "max_matching_ngram_size": 1}
+_INTEGERS = {"num_assistant_tokens": 1, "branching_factor": 1, "tree_depth": 1} | LOOKUP_SETTINGS
 
 
 class DecodingSettingsMixin:
@@ -83,8 +85,11 @@ class DecodingSettingsMixin:
     def set_generation_config(self, generation_config: GenerationConfig) -> None:
         """Copies a generation config, with every decoding setting; each is `None` unless it is set."""
         # Without transformers' notes in it (`_...`): one asks to derive the settings from the model's config again.
-        settings = {name: value for name, value in generation_config.to_dict().items() if not name.startswith("_")}
-        self.generation_config = GenerationConfig(**dict.fromkeys(DECODING_SETTINGS) | settings)
+        settings: dict[str, Any] = dict.fromkeys(DECODING_SETTINGS)
+        for name, value in generation_config.to_dict().items():
+            if not name.startswith("_"):
+                settings[name] = value
+        self.generation_config = GenerationConfig(**settings)
 
 
 def override_settings(generation_config: GenerationConfig, **values: Any) -> None:
@@ -114,26 +119,22 @@ class DraftingSettings:
 
     Attributes:
         num_assistant_tokens: Draft tokens verified per cycle. By default 63 on an accelerator, 16 there for targets
-            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU. Can also be passed to `generate()`.
+            with recurrent layers, and `{"1": 12, "4": 4, "8": 2}` on a CPU. A call may set it, too.
         branching_factor: Tokens kept at each serial step. With 1 the tree is a chain. By default 14 on an accelerator,
             and 4 on a CPU and for targets with recurrent layers. Without parallel heads, at most 10.
-        tree_depth: Longest drafted path in tokens. By default, and at most, serial tokens + parallel heads; without
-            parallel heads 5 by default. Of a block drafter at most its block, which it cuts. It never exceeds
-            `num_assistant_tokens`.
+        tree_depth: Longest drafted path in tokens, at most `num_assistant_tokens`. By default all serial tokens and
+            parallel heads, or the block; 5 where each level costs a pass.
         full_tree_attention: Choose nodes among all recombinations of the heads' tokens (default `True`). With `False`,
-            extend only the `branching_factor` best nodes of each depth, each by its own best `branching_factor` tokens
-            (EAGLE-2's tree).
-        draft_temperature: Temperature of the draft scores: a number, or a list with one for each depth from 1 on. The
-            last also applies to all greater depths. By default (`None`) 2/3.
+            extend the `branching_factor` best nodes of each depth alone, as EAGLE-2 does.
+        draft_temperature: Temperature of the draft scores, 2/3 by default: a number, or a list with one for each
+            depth from 1 on, whose last one holds below.
         draft_vocabulary: Ids of the tokens that may be drafted, as a list; by default (`None`) all.
         break_even: Tokens per row that a drafted cycle must commit to be as fast as plain decoding. The drafter pauses
             while it commits fewer. A number, a mapping from rows to numbers, or one of these for each of `greedy` and
             `sampled`. By default (`None`) estimated from the sizes of target and drafter; `gumiho tune` measures it.
         sampling_temperature: Temperature of the target, `None` if greedy. Not a setting of the drafter.
-        prompt_lookup_num_tokens: Number of tokens to draft by prompt lookup; 0 (the default) for none. Can also be
-            passed to `generate()`.
-        max_matching_ngram_size: Number of newest tokens to look up in the context: 2 by default, at most 8. Can also
-            be passed to `generate()`.
+        prompt_lookup_num_tokens: Tokens to draft by prompt lookup; 0 by default. A call may set it, too.
+        max_matching_ngram_size: Newest tokens to look up: 2 by default, at most 8. A call may set it, too.
     """
 
     num_assistant_tokens: int
@@ -178,9 +179,11 @@ class DraftingSettings:
 
         on_cpu = device_type == "cpu"
         is_small = on_cpu or has_states
-        depth, branching = config.max_draft_depth, _CPU_BRANCHING if is_small else _ACCELERATOR_BRANCHING
+        depth = config.max_draft_depth
+        branching = _CPU_BRANCHING if is_small else _ACCELERATOR_BRANCHING
         if config.drafts_serially:
-            depth, branching = min(depth, _SERIAL_DEPTH), min(branching, _SERIAL_BRANCHING)
+            depth = min(depth, _SERIAL_DEPTH)
+            branching = min(branching, _SERIAL_BRANCHING)
         break_even = read("break_even", None)
         if isinstance(break_even, Mapping) and not break_even.keys().isdisjoint(_KINDS_OF_DECODING):
             break_even = break_even.get(_KINDS_OF_DECODING[sampling_temperature is not None])
@@ -207,21 +210,6 @@ class DraftingSettings:
         """Returns the same settings for a chain."""
         return replace(self, branching_factor=1, num_assistant_tokens=self.tree_depth)
 
-    def with_prompt_lookup(self, generation_config: GenerationConfig) -> "DraftingSettings":
-        """
-        Returns the same settings with the prompt-lookup arguments of a call of `generate()`, if any.
-
-        Args:
-            generation_config: Generation config of the call.
-
-        Raises:
-            ValueError: An argument is no number of tokens.
-        """
-        given = {name: getattr(generation_config, name) for name in _MIN_LOOKUP}
-        settings = replace(self, **{name: value for name, value in given.items() if value is not None})
-        _check_lookup(settings, "It was given to `generate()`.")
-        return settings
-
     @cached_property
     def longest_path(self) -> int:
         """Most drafted tokens on a path, including those of prompt lookup."""
@@ -230,10 +218,11 @@ class DraftingSettings:
         return max(self.tree_depth, min(self.prompt_lookup_num_tokens, self.num_assistant_tokens))
 
     def _validate(self, config: GumihoConfig) -> None:
-        for name in ("num_assistant_tokens", "branching_factor", "tree_depth"):
+        for name, smallest in _INTEGERS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserValueError(f"`{name}` must be an integer of at least 1, got {value!r}. {_WHERE}")
+            if type(value) is not int or value < smallest:
+                where = "" if name in LOOKUP_SETTINGS else f" {_WHERE}"  # a call may have set it
+                raise UserValueError(f"`{name}` must be an integer of at least {smallest}, got {value!r}.{where}")
         if self.tree_depth > config.max_draft_depth:
             parts = f"{config.num_serial_tokens} serial ones and {config.num_parallel_heads} parallel heads"
             raise UserValueError(
@@ -253,7 +242,6 @@ class DraftingSettings:
                 f"`draft_temperature` must be a positive number, a list of positive numbers (one for each depth, from "
                 f"depth 1 down) or None, got {list(given) if isinstance(given, tuple) else given!r}. {_WHERE}"
             )
-        _check_lookup(self, _WHERE)
         vocab_size, vocabulary = config.get_text_config().vocab_size, self.draft_vocabulary
         if vocabulary is None or _right_vocabulary == [(vocab_size, vocabulary)]:
             return
@@ -267,7 +255,9 @@ class DraftingSettings:
     @property
     def temperatures(self) -> tuple[float, ...]:
         """The draft temperature of each depth, from depth 1 down to `tree_depth`."""
-        given = self.draft_temperature if isinstance(self.draft_temperature, tuple) else (self.draft_temperature,)
+        given = self.draft_temperature
+        if not isinstance(given, tuple):
+            given = (given,)
         return (*given, *[given[-1]] * self.tree_depth)[: self.tree_depth]
 
     @cached_property
@@ -285,32 +275,14 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
         raise UserValueError(f"`{name}` is {value!r}, but {error}. {_WHERE}") from None
 
 
-def _check_lookup(settings: DraftingSettings, where: str) -> None:
-    for name, least in _MIN_LOOKUP.items():
-        value = getattr(settings, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserValueError(
-                f"`{name}` must be an integer of at least {least}, got {value!r}. {where} With "
-                f"`prompt_lookup_num_tokens` 0 there is no prompt lookup."
-            )
-
-
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def value_for_rows(value: Any, num_rows: int) -> Any:
     """
-    Returns a setting's value for a batch: that of the largest key not above `num_rows`, else that of the smallest.
-
-    Args:
-        value: One value for all batches, or a mapping from rows to values. Keys are integers, or strings as in JSON.
-        num_rows: Rows of the batch, after `num_return_sequences`.
-
-    Raises:
-        ValueError: The mapping is empty, or a key is not a number of rows.
-
-    Example:
+    Returns a setting's value for a batch of `num_rows`. Of a mapping from rows to values it is that of the largest key
+    not above them, else that of the smallest. Keys are integers, or strings as in JSON.
 
         >>> value_for_rows({"1": 12, "4": 4, "8": 2}, 5)
         4

@@ -10,24 +10,10 @@ import torch
 from ..commands import UserValueError
 
 
-# Token ids, or their distances from the draft's own indices; the latter may come with a mask.
-_ENTRY = re.compile(r"(?:model\.){0,2}(token_map|d2t)")
-_MASK = re.compile(r"(?:model\.){0,2}t2d")
-
-
-def is_vocabulary_entry(key: str) -> bool:
-    """Whether a checkpoint's entry of this name is a draft vocabulary."""
-    return _ENTRY.fullmatch(key) is not None
-
-
-def is_vocabulary_mask(key: str) -> bool:
-    """Whether a checkpoint's entry of this name is a draft vocabulary once more, as a mask."""
-    return _MASK.fullmatch(key) is not None
-
-
-def holds_offsets(key: str) -> bool:
-    """Whether a draft vocabulary of this name holds distances from its own indices."""
-    return key.endswith("d2t")
+# A checkpoint's entries of a draft vocabulary: token ids (`token_map`), or their distances from the draft's own
+# indices (`d2t`). A mask of the same tokens may come with it.
+VOCABULARY_ENTRY = re.compile(r"(?:model\.){0,2}(token_map|d2t)")
+VOCABULARY_MASK = re.compile(r"(?:model\.){0,2}t2d")
 
 
 def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) -> list[int]:
@@ -37,14 +23,15 @@ def entry_token_ids(key: str, entry: Any, vocab_size: int, name_or_path: Any) ->
     Raises:
         ValueError: It does not name distinct token ids of the vocabulary.
     """
-    values, where = torch.as_tensor(entry), f"In the checkpoint {str(name_or_path)!r}, `{key}`"
-    if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+    where = f"In the checkpoint {str(name_or_path)!r}, `{key}`"
+    values = torch.as_tensor(entry)
+    if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
         raise UserValueError(
             f"{where} must be 1-D and of integers, got {values.dtype} of shape {tuple(values.shape)}. Correct it, or "
             f"take it out to draft from all of the vocabulary."
         )
     values = values.long()
-    if holds_offsets(key):
+    if key.endswith("d2t"):
         values = values + torch.arange(len(values), device=values.device)
     token_ids = values.tolist()
     if fault := vocabulary_fault(token_ids, vocab_size):

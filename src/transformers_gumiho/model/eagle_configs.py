@@ -9,12 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from transformers.utils import logging
-
 from .published_head import PublishedHead, Shapes
 
-
-logger = logging.get_logger(__name__)
 
 # As many as the reference drafts: seven levels below the first.
 NUM_SERIAL_TOKENS = 8
@@ -52,8 +48,7 @@ _OF_DRAFTERS = re.compile(r"(fc|medusa_head|(mlp\.)?\d+\.\d+\.linear)\.|(.*\.)?e
 
 def claims_to_draft(fields: Mapping[str, Any]) -> bool:
     """Whether a `config.json` says that it is a drafter's, of another method than Gumiho. Some do not say it."""
-    architectures = fields.get("architectures")
-    names = [fields.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
+    names = [fields.get("model_type"), fields.get("architectures")]
     names += [name for name in fields if not _OF_TARGETS.fullmatch(name)]
     return any(_DRAFTERS.search(str(name)) for name in names)
 
@@ -67,15 +62,9 @@ def eagle_fields(
     fields: dict[str, Any], read_shapes: Callable[[], Shapes], name_or_path: Any
 ) -> dict[str, Any] | None:
     """
-    Returns the fields of a `GumihoConfig` for an EAGLE head; `None` for what is none, and does not claim to be one.
-
-    Args:
-        fields: The content of its `config.json`.
-        read_shapes: Returns the shape of each of its tensors, by plain names.
-        name_or_path: Where it is from.
-
-    Raises:
-        ValueError: It is a drafter of another method, or an EAGLE head that is not known here.
+    Returns the fields of a `GumihoConfig` for an EAGLE head, by its `config.json` and the shapes of its tensors by
+    plain names; `None` for what is none, and does not claim to be one. Raises `ValueError` for a drafter of another
+    method, and for an EAGLE head that is not known here.
     """
     claims = claims_to_draft(fields)
     shapes = {} if claims else read_shapes()
@@ -84,7 +73,8 @@ def eagle_fields(
     head = PublishedHead(fields, "eagle_config", name_or_path)
     _check_names(head)
     head.check_fields(_KNOWN_FIELDS, _NEUTRAL)
-    if "sliding_attention" in head.flags.get("layer_types", [])[: head.flags.get("num_hidden_layers")]:
+    kinds = head.flags.get("layer_types", [])
+    if "sliding_attention" in kinds[: head.flags.get("num_hidden_layers")]:
         raise head.refusal("a head with a sliding window (`layer_types`)")
     head.shapes = shapes or read_shapes()
     head.check_tensors(_KNOWN_TENSORS)
@@ -109,24 +99,27 @@ def _check_names(head: PublishedHead) -> None:
     speculator, layers = head.flags.get("speculators_model_type"), head.levels[0]
     if speculator not in (None, "eagle3"):
         raise head.refusal(f"a drafter of the type {speculator!r} (`speculators_model_type`)")
-    architectures = [name for level in head.levels for name in level.get("architectures", ())]
-    if other := [name for name in architectures if not _KNOWN_ARCHITECTURE.fullmatch(name)]:
-        raise head.refusal(f"a drafter of the architecture {other[0]!r}")
+    architectures = head.architectures()
+    for name in architectures:
+        if not _KNOWN_ARCHITECTURE.fullmatch(name):
+            raise head.refusal(f"a drafter of the architecture {name!r}")
     kind = layers.get("model_type", "llama")
     # Other tools copy the target's type, and say by the architecture that the layers are Llama's.
-    if kind not in (*_LLAMA_TYPES, "eagle", "eagle3") and (speculator or not architectures or _DRAFTERS.search(kind)):
+    is_copied = architectures and not speculator and not _DRAFTERS.search(kind)
+    if kind not in (*_LLAMA_TYPES, "eagle", "eagle3") and not is_copied:
         raise head.refusal(f"a drafter with layers of the type {kind!r} (`model_type`)")
 
 
 def _check_eagle1(head: PublishedHead) -> None:
     """Raises `ValueError` for what an EAGLE-1 or EAGLE-2 head has that Gumiho's serial head has not."""
     kind, shapes = head.levels[0].get("model_type", "llama"), head.shapes
-    if any(name in head.flags for name in ("draft_vocab_size", _LAYER_IDS, "speculators_model_type")):
+    if {"draft_vocab_size", _LAYER_IDS, "speculators_model_type"} & head.flags.keys():
         raise head.refusal(
             "an EAGLE-3 head by its config, and not by its tensors: `layers.0.hidden_norm.weight` is missing"
         )
-    if own := [name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in shapes]:
-        raise head.refusal(f"an EAGLE-1 head with norms of its own (`{own[0]}`)")
+    for name in ("norm.weight", "layers.0.input_layernorm.weight"):
+        if name in shapes:
+            raise head.refusal(f"an EAGLE-1 head with norms of its own (`{name}`)")
     if kind not in (*_LLAMA_TYPES[:3], "eagle"):
         raise head.refusal(f"an EAGLE-1 head with layers of the type {kind!r}")
     size = shapes["layers.0.mlp.gate_proj.weight"][1]
@@ -147,15 +140,15 @@ def _eagle3_fields(head: PublishedHead) -> dict[str, Any]:
     num_layers = len(layer_ids) if layer_ids else _NUM_LAYERS_READ
     if columns % num_layers:
         raise head.fault(f"`fc.weight` has {columns} columns for the states of {num_layers} layers")
-    draft_vocab_size = next(iter(shapes.get("lm_head.weight", ())), None) if "d2t" in shapes else None
-    sizes = {"target_hidden_size": columns // num_layers, "draft_vocab_size": draft_vocab_size}
-    head.warn_of_copies({name: size for name, size in sizes.items() if size is not None})
-    _warn_of_doubts(head)
+    sizes = {"target_hidden_size": columns // num_layers}
+    if "d2t" in shapes and shapes.get("lm_head.weight"):
+        sizes["draft_vocab_size"] = shapes["lm_head.weight"][0]
+    head.warn_of_copies(sizes)
     return {name: bool((shown | flags).get(name)) for name in _NORM_FLAGS} | {
         "serial_head": "eagle3",
         "target_layer_ids": layer_ids,
         "target_hidden_size": columns // num_layers if columns != num_layers * rows else None,
-        "draft_vocab_size": draft_vocab_size,
+        "draft_vocab_size": sizes.get("draft_vocab_size"),
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
     }
 
@@ -181,26 +174,3 @@ def _as_outputs(head: PublishedHead, ids: list[int]) -> list[int]:
     if ids[0] < 0:
         raise head.refusal("an EAGLE-3 head that reads the target's embedding (layer 0 in its config)")
     return ids
-
-
-def _warn_of_doubts(head: PublishedHead) -> None:
-    """Logs, once, which fields of a config may say something else than its head was trained with."""
-    of_speculators, base = "speculators_model_type" in head.flags, head.rope.get("rope_theta")
-    doubts = []
-    if not of_speculators and base not in (None, 10000):
-        doubts.append(
-            f"has a `rope_theta` of {base}, which is used. The training code of several tools ignored it and used "
-            f"10000. If few drafts are accepted, try `config.model.rope_parameters['rope_theta'] = 10000.0`."
-        )
-    if not of_speculators and head.flags.get("norm_output"):
-        doubts.append(
-            "says `norm_output: true`. Some versions of SpecForge wrote this for heads without it. If few drafts are "
-            "accepted, try `norm_output=False`."
-        )
-    if of_speculators and "norm_before_residual" not in head.flags:
-        doubts.append(
-            "does not say `norm_before_residual`, so it is false, as for speculators; vLLM takes it for true. If few "
-            "drafts are accepted, try `norm_before_residual=True`."
-        )
-    for doubt in doubts:
-        logger.warning_once(f"The config of the EAGLE-3 head {head.name!r} {doubt}")

@@ -13,12 +13,9 @@ _EPSILON = 1e-6
 
 def normalize_lower(layer_states: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """
-    Scales each layer's states to a root mean square of 1, except the last `hidden_size` entries. Below the final norm,
-    states are small in early layers and have a few huge entries in later ones; one learning rate does not fit both.
-
-    Args:
-        layer_states (`(..., k * H)`): The states of k layers.
-        hidden_size: `H`.
+    Scales the states of k layers `(..., k * H)` to a root mean square of 1 each, but for those of the last layer.
+    Below the final norm, states are small in early layers and have a few huge entries in later ones; one learning rate
+    does not fit both.
     """
     if layer_states.shape[-1] <= hidden_size:
         return layer_states

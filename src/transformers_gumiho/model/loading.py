@@ -16,13 +16,7 @@ from ..files import PLACES, damaged_files_named
 from ..internals import WeightRenaming, register_checkpoint_conversion_mapping
 from .block_configs import block_fields, is_block_drafter
 from .checkpoint_files import plain_name, read_entry, tensor_files, tensor_shapes
-from .draft_vocabulary import (
-    check_vocabulary_mask,
-    entry_token_ids,
-    holds_offsets,
-    is_vocabulary_entry,
-    is_vocabulary_mask,
-)
+from .draft_vocabulary import VOCABULARY_ENTRY, VOCABULARY_MASK, check_vocabulary_mask, entry_token_ids
 from .eagle_configs import claims_to_draft, eagle_fields, is_of_language_model
 from .mtp_layouts import may_have_mtp_layers, mtp_fields
 from .published_head import PublishedHead, Shapes, num_layers
@@ -70,10 +64,7 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     """
     Returns the fields of a `GumihoConfig` that the content of a `config.json` stands for: a drafter's fields, those of
     a Llama, as the reference writes them, those of a head of another method, or those of a target with MTP layers.
-    `options` are the arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: The file describes another kind of model.
+    `options` are the arguments of `from_pretrained`. Raises `ValueError` for another kind of model.
     """
     model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
     if model_type == "gumiho":
@@ -94,22 +85,24 @@ def as_drafter_fields(fields: dict[str, Any], name_or_path: Any, options: Mappin
     if model_type != LlamaConfig.model_type:
         raise UserValueError(
             f"{where}: its config.json has the model_type {model_type!r}. A drafter's is 'gumiho', 'llama' in the "
-            f"layout of the reference implementation, that of an EAGLE head, or that of a target with MTP layers in "
-            f"its checkpoint."
+            f"reference's layout, that of an EAGLE head, or that of a target with MTP layers in its checkpoint."
         )
     if not _is_small(fields):
         raise UserValueError(
             f"{where}: its config.json describes a Llama of {fields.get('num_hidden_layers')!r} layers, where the "
-            f"serial head of a drafter has 2 (at most {_MAX_LAYERS} are taken for one). Pass the name of a drafter, "
-            f"or its `GumihoConfig` as `config`."
+            f"serial head of a drafter has 2. Pass the name of a drafter, or its `GumihoConfig` as `config`."
         )
     if shapes() and is_of_language_model(shapes()):
         raise UserValueError(
             f"{where}: its tensors are a language model's. Give a drafter that was trained for your target. "
             f"Transformers' own assisted generation takes a language model as `assistant_model`."
         )
-    dtype = fields.get("dtype", fields.get("torch_dtype"))
-    return {"model_type": "gumiho", "gumiho_fc_bias": True, "model": fields, "dtype": dtype}
+    return {
+        "model_type": "gumiho",
+        "gumiho_fc_bias": True,
+        "model": fields,
+        "dtype": fields.get("dtype", fields.get("torch_dtype")),
+    }
 
 
 def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) -> dict[str, Any]:
@@ -123,8 +116,8 @@ def _with_own_layers(fields: dict[str, Any], shapes: Shapes, name_or_path: Any) 
 
 def is_drafter(name: str | os.PathLike) -> bool:
     """
-    Whether a folder or a name on the Hub is that of a drafter, judged by its config and the names of its tensors. Runs
-    no code from there. Raises `ValueError` where no config can be read.
+    Whether a folder or a name on the Hub is that of a drafter, by its config and the names of its tensors. Raises
+    `ValueError` where no config can be read.
     """
     if find_packaged_folder(str(name)):
         return True
@@ -140,9 +133,11 @@ def is_drafter(name: str | os.PathLike) -> bool:
 
 def is_of_drafter(fields: dict[str, Any], name_or_path: Any) -> bool:
     """Whether the content of a `config.json` is that of a drafter, of any method."""
-    if fields.get("model_type", "gumiho" if "model" in fields else None) == "gumiho" or claims_to_draft(fields):
+    model_type = fields.get("model_type", "gumiho" if "model" in fields else None)
+    if model_type == "gumiho" or claims_to_draft(fields):
         return True
-    if may_have_mtp_layers(fields):  # a target, some of whose tensors are called as a drafter's
+    # Some tensors of a target with MTP layers are called as a drafter's.
+    if may_have_mtp_layers(fields):
         return False
     # The config of a small language model looks like that of a serial head. The names of the tensors tell them apart.
     return _is_small(fields) and not is_of_language_model(tensor_shapes(name_or_path, {}))
@@ -154,10 +149,13 @@ def misread_drafter(model: Any) -> str | None:
     `None` for any other model.
     """
     config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig) or not config.name_or_path or may_have_mtp_layers(config.to_dict()):
+    if not isinstance(config, PreTrainedConfig) or may_have_mtp_layers(config.to_dict()):
         return None
-    is_misread = _holds_drafter(config.name_or_path) and is_of_language_model(map(plain_name, model.state_dict()))
-    return str(config.name_or_path) if is_misread else None
+    name = str(config.name_or_path)
+    if not name or not _holds_drafter(name):
+        return None
+    is_language_model = is_of_language_model(map(plain_name, model.state_dict()))
+    return name if is_language_model else None
 
 
 @lru_cache
@@ -184,11 +182,11 @@ class RenamingOnLoad(WeightRenaming):
 
 def register_released_names() -> None:
     """Registers with transformers the names under which a checkpoint may hold a drafter's tensors."""
-    # As in vLLM, around the drafter or the serial head alone.
     modules = (
         "embed_tokens|fc|fc_norm|hidden_norm|input_norm|layers|layer_fusion|lm_head|markov_head|mlp|norm|transition"
     )
     renamings = [
+        # As in vLLM, around the drafter or the serial head alone.
         RenamingOnLoad(rf"^(?:model\.){{1,2}}(d2t$|(?:{modules})\.)", r"\1"),
         # The first layer of EAGLE-3, in most tools.
         RenamingOnLoad(r"^(?:model\.){0,2}midlayer\.", "layers.0."),
@@ -205,13 +203,11 @@ def accept_checkpoint(
     drafter: Any, info: dict[str, Any], source: Any, options: Mapping[str, Any], allow_mismatch: bool
 ) -> None:
     """
-    Accepts or refuses the checkpoint of a drafter that `from_pretrained` has loaded.
+    Accepts or refuses the checkpoint of a drafter that `from_pretrained(source, **options)` has loaded, with its
+    generation config.
 
     Args:
-        drafter: The drafter, with its generation config.
-        info: The loading info, from which the keys go that are accepted. `unexpected_keys` have no place in the model,
-            `missing_keys` are not in the checkpoint.
-        source, options: The arguments of `from_pretrained`.
+        info: The loading info, from which the keys go that are accepted.
         allow_mismatch: Whether tensors of the wrong shape are initialized.
 
     Raises:
@@ -226,10 +222,12 @@ def accept_checkpoint(
     _drop_extra_heads(drafter, unexpected, name)
     _adopt_vocabulary(drafter, unexpected, source, options)
     info |= {"missing_keys": missing, "unexpected_keys": unexpected}
-    mismatched = [] if allow_mismatch else info["mismatched_keys"]
-    shapes = [f"{key} is {tuple(found)}, expected {tuple(expected)}" for key, found, expected in mismatched]
-    found = (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes))
-    problems = [f"{kind}: {_listed(sorted(keys))}" for kind, keys in found if keys]
+    shapes = []
+    if not allow_mismatch:
+        for key, found, expected in info["mismatched_keys"]:
+            shapes.append(f"{key} is {tuple(found)}, expected {tuple(expected)}")
+    kinds = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+    problems = [f"{kind}: {_listed(sorted(keys))}" for kind, keys in kinds.items() if keys]
     if not problems:
         return
     if "fc.weight" in missing and not drafter.config.is_mtp:
@@ -250,8 +248,8 @@ def _own_fields(config: Any, source: Any, options: Mapping[str, Any]) -> dict[st
     if source is not None:
         places = {place: options[place] for place in (*PLACES, "variant") if place in options}
         with suppress(OSError, ValueError):  # it has none, and was loaded with another one
-            fields: dict[str, Any] = type(config).get_config_dict(source, **places)[0]
-            return fields
+            fields, _ = type(config).get_config_dict(source, **places)
+            return dict(fields)
     return {}
 
 
@@ -260,11 +258,12 @@ def _accept_new_heads(drafter: Any, missing: set[str], source: Any, options: Map
     new = {key for key in missing if _HEAD_TENSOR.fullmatch(key)}
     if not new or _own_fields(drafter.config, source, options).get("num_parallel_heads") != 0:
         return
-    if options.get("generation_config") is None:  # the settings for the depths of its own drafts do not fit
+    if options.get("generation_config") is None:
+        # The settings for the depths of its own drafts do not fit.
         drafter.generation_config.update(tree_depth=None, draft_temperature=None, break_even=None)
     logger.warning(
-        f"The checkpoint {str(source)!r} has no parallel heads. The {drafter.config.num_parallel_heads} that "
-        f"its config asks for are new: they draft nothing of use until they are trained (`--train_only parallel`)."
+        f"The checkpoint {str(source)!r} has no parallel heads. The {drafter.config.num_parallel_heads} of the config "
+        f"are new. Train them (`--train_only parallel`)."
     )
     missing -= new
 
@@ -280,35 +279,36 @@ def _accept_new_fusion(
     own_ids = _own_fields(config, source, options).get("target_layer_ids")
     if own_ids is not None and own_ids != layer_ids:
         raise UserValueError(
-            f"The drafter {name} was trained to read the target's layers {own_ids}, and cannot be loaded with "
+            f"The drafter {name} reads the target's layers {own_ids}, and cannot be loaded with "
             f"`target_layer_ids={layer_ids}`. Leave `target_layer_ids` out, or train a new drafter that reads those."
         )
     if _FUSION_TENSOR not in missing:
         return
     if own_ids is not None:
         raise UserValueError(
-            f"The checkpoint {name} is damaged: its config says that it reads the target's layers {own_ids} "
-            f"(`target_layer_ids`), and its weights lack `{_FUSION_TENSOR}`. Save or download it again."
+            f"The checkpoint {name} is damaged: it reads the target's layers {own_ids} (`target_layer_ids`), and its "
+            f"weights lack `{_FUSION_TENSOR}`. Save or download it again."
         )
     logger.warning(
-        f"The checkpoint {name} reads one state of the target. Its fusion with those of the layers {layer_ids}, as "
-        f"its config asks for, is new: it begins as that of the highest one."
+        f"The checkpoint {name} reads one state of the target. Its fusion with those of the layers {layer_ids} is "
+        f"new: it begins as that of the highest one."
     )
     missing.remove(_FUSION_TENSOR)
 
 
 def _accept_transitions(config: Any, missing: set[str], unexpected: set[str], name: str) -> None:
     """Accepts a checkpoint without transitions for a config with them, and surplus ones, which are left out."""
-    found = {key: match for key in unexpected if (match := _TRANSITION_TENSOR.fullmatch(key))}
-    if found and not config.has_transitions:
-        logger.warning(f"The transitions of {name} are left out, as `transition_rank` is 0.")
     num_used = config.num_parallel_heads if config.has_transitions else 0
-    unexpected.difference_update(key for key, match in found.items() if int(match[1]) >= num_used)
+    matches = [match for key in unexpected if (match := _TRANSITION_TENSOR.fullmatch(key))]
+    surplus = {match[0] for match in matches if int(match[1]) >= num_used}
+    if surplus and num_used == 0:
+        logger.warning(f"The transitions of {name} are left out, as `transition_rank` is 0.")
+    unexpected -= surplus
     new = {key for key in missing if _TRANSITION_TENSOR.fullmatch(key)}
     if len(new) == 2 * config.num_parallel_heads and config.has_transitions:
         logger.warning(
-            f"The checkpoint {name} has no transitions. Those of rank {config.transition_rank}, as its config asks "
-            f"for, are new: they change nothing until they are trained (`--train_only transition`)."
+            f"The checkpoint {name} has no transitions. Those of rank {config.transition_rank} are new: they change "
+            f"nothing until they are trained (`--train_only transition`)."
         )
         missing -= new
 
@@ -329,8 +329,7 @@ def _drop_extra_heads(drafter: Any, unexpected: set[str], name: str) -> None:
         settings.tree_depth = min(settings.tree_depth, config.max_draft_depth)
     logger.warning(
         f"The checkpoint {name} holds {config.num_parallel_heads + len(surplus)} parallel heads; the first "
-        f"{config.num_parallel_heads} are used, as `num_parallel_heads` says. Drafts are at most "
-        f"{config.max_draft_depth} tokens long."
+        f"{config.num_parallel_heads} are used, as `num_parallel_heads` says."
     )
     unexpected.difference_update(*surplus)
 
@@ -343,7 +342,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
             # As it was written: a buffer of another shape or type may hold anything.
             _read_vocabulary("d2t", vocab_size, source, options)
         return
-    keys = sorted(key for key in unexpected if is_vocabulary_entry(key))
+    keys = sorted(key for key in unexpected if VOCABULARY_ENTRY.fullmatch(key))
     if len(keys) > 1:
         raise UserValueError(
             f"The checkpoint {str(source)!r} carries its draft vocabulary more than once: {', '.join(keys)}. Keep one "
@@ -355,8 +354,7 @@ def _adopt_vocabulary(drafter: Any, unexpected: set[str], source: Any, options: 
                 return
             drafter.generation_config.draft_vocabulary = token_ids
         unexpected.remove(key)
-        if holds_offsets(key):
-            unexpected.difference_update([other for other in unexpected if is_vocabulary_mask(other)])
+        unexpected.difference_update([other for other in unexpected if VOCABULARY_MASK.fullmatch(other)])
 
 
 def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[str, Any]) -> list[int] | None:
@@ -364,6 +362,6 @@ def _read_vocabulary(key: str, vocab_size: int, source: Any, options: Mapping[st
     if (entry := read_entry(source, key, options)) is None:
         return None
     token_ids = entry_token_ids(key, entry, vocab_size, source)
-    if holds_offsets(key) and (mask := read_entry(source, "t2d", options)) is not None:
+    if (mask := read_entry(source, "t2d", options)) is not None:
         check_vocabulary_mask(mask, token_ids, source)
     return token_ids

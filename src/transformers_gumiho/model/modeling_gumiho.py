@@ -8,7 +8,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
@@ -96,8 +95,10 @@ class GumihoModel(GumihoPreTrainedModel):
         self.mlp = GumihoParallelHeads(config)
         self.transition = GumihoTransitions(config) if config.has_transitions else None
         # FSDP refuses the names of modules that a model does not have.
-        own = [type(module).__name__ for module in (self.serial_layers[0], self.transition) if module is not None]
-        self._no_split_modules = list(dict.fromkeys([*self._no_split_modules, *own]))  # type: ignore[misc]
+        own = {type(self.serial_layers[0]).__name__, *self._no_split_modules}
+        if self.transition is not None:
+            own.add(type(self.transition).__name__)
+        self._no_split_modules = sorted(own)  # type: ignore[misc]
         self.gradient_checkpointing = False
         # Of an output head that came with an MTP layer. The target's has to be the same.
         self.register_buffer(HEAD_ROWS, None)
@@ -124,7 +125,7 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, target_config: PreTrainedConfig, embedding: torch.Tensor | None, **overrides: Any
     ) -> "GumihoModel":
         """
-        Makes an untrained drafter for a target of which only the config and the token embedding are at hand.
+        As [`from_target`], where only the target's config and its token embedding are at hand.
 
         Args:
             target_config: The target's.
@@ -146,10 +147,9 @@ class GumihoModel(GumihoPreTrainedModel):
     def share_embedding(self, target: PreTrainedModel) -> bool:
         """
         Makes the drafter read the target's token embedding, so that memory holds it once. A drafter that was saved
-        without an embedding needs this before its `forward`; `generate()` does it. Another drafter replaces its own
-        embedding if the target's is equal, on the same device and in the same dtype, and its own output head, too. If
-        the target's embedding is split over processes (`tp_plan`), a drafter without one gets a whole copy; all
-        processes must call this.
+        without one needs this before its `forward`; `generate()` does it. Another drafter replaces its own embedding
+        and output head if the target's are equal, on the same device and in the same dtype. If the target's embedding
+        is split over processes (`tp_plan`), a drafter without one gets a whole copy; all processes must call this.
 
         Args:
             target (`PreTrainedModel`): The target that the drafter was made for.
@@ -189,19 +189,17 @@ class GumihoModel(GumihoPreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """
-        Loads a drafter as `PreTrainedModel.from_pretrained` does, and refuses a checkpoint that does not fit.
+        Loads a drafter in the layouts of all tools, as `PreTrainedModel.from_pretrained` does, and refuses a
+        checkpoint that does not fit.
 
-        The released drafters load by their names; see [`GumihoConfig.get_config_dict`] for their configs. EAGLE heads
-        load as published. Tensors may have the names of the released weights, vLLM's prefixes, or the names of the
-        reference's training. An output head is ignored, except of EAGLE-3 and block drafters: the target's is used.
-        Of more parallel heads than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes
-        the setting `draft_vocabulary`, unless that is set; EAGLE-3 and block drafters keep their `d2t`.
+        An output head is ignored, except of EAGLE-3 and block drafters: the target's is used. Of more parallel heads
+        than in the config, the first are used, with a warning. A `token_map` or `d2t` becomes the setting
+        `draft_vocabulary`, unless that is set; EAGLE-3 and block drafters keep their `d2t`.
 
         Raises:
             OSError: There is no config or no weight file, or a file is damaged.
-            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; it reads other
-                layers of the target than it is asked to; its vocabulary does not fit; or its config is that of
-                another kind of model.
+            ValueError: The checkpoint lacks tensors, holds others, or holds some of the wrong shape; its layers or its
+                vocabulary do not fit; or its config is that of another kind of model.
         """
         source, options = pretrained_model_name_or_path, kwargs
         allow_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
@@ -210,11 +208,13 @@ class GumihoModel(GumihoPreTrainedModel):
             # The tensors show what it is. transformers does not hand their place to the config.
             where = kwargs.pop("config", None) or source
             config, unused = GumihoConfig.from_pretrained(where, return_unused_kwargs=True, **kwargs)
-            fields = {name for name in kwargs.keys() - unused.keys() if hasattr(config, name)}
-            options = {name: value for name, value in kwargs.items() if name not in fields} | {"config": config}
+            options = {"config": config}
+            for name, value in kwargs.items():
+                if name in unused or not hasattr(config, name):
+                    options[name] = value
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         config = options.get("config")
-        if isinstance(config, GumihoConfig) and config.is_of_target(source):
+        if isinstance(config, GumihoConfig) and config.is_mtp and config.converted_from == str(source):
             tensors = read_mtp_layers(source, options)
             head_rows = tensors.get(HEAD_ROWS)
             elsewhere = {name: value for name, value in options.items() if name not in PLACES}
@@ -237,8 +237,7 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Token ids.
-            hidden_states (`(B, T, H)`): For each token, the target's hidden state (or the drafter's feature) whose
-                distribution the token was taken from.
+            hidden_states (`(B, T, H)`): For each token, the target's state or the drafter's feature that predicted it.
 
         Returns:
             `(B, T, H)`, for EAGLE-3 `(B, T, E + H)`: the inputs of the serial head.
@@ -252,8 +251,8 @@ class GumihoModel(GumihoPreTrainedModel):
         drafter's own features.)
 
         Args:
-            target_states (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side;
-                without such, its last ones `(B, T, H)`, which are returned.
+            target_states (`(B, T, k * H)`): The target's states of the layers that the drafter reads, side by side; by
+                default its last ones.
         """
         return self.serial_head.read_target(self, target_states)
 
@@ -271,8 +270,7 @@ class GumihoModel(GumihoPreTrainedModel):
         Args:
             fused: What [`fuse`] returned.
             attention_mask: `(B, past + T)` with 0 at padding, or `(B, 1, T, keys)` in the form that the attention
-                implementation takes, which is then used as it is. For a block drafter a list of these, one of each
-                layer.
+                implementation takes. For a block drafter a list of these, one of each layer.
             position_ids (`(B, T)`): Positions for the rotary embedding; counted on from the cache where not given.
             cache: The serial head's cache. Extended in place.
 
@@ -302,8 +300,6 @@ class GumihoModel(GumihoPreTrainedModel):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    # As transformers' own models take the older name.
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,
@@ -322,15 +318,11 @@ class GumihoModel(GumihoPreTrainedModel):
 
         Args:
             input_ids (`(B, T)`): Position t holds the token *after* hidden state t.
-            hidden_states (`(B, T, H)`): The target's last hidden states: what its output projection reads; `(B, T, k *
-                H)` where the drafter reads k layers, see [`read_target`].
-            attention_mask (*optional*): As in [`run_serial_head`].
-            position_ids (`(B, T)`, *optional*): As in [`run_serial_head`].
-            cache (`Cache`, *optional*): The serial head's cache; extended in place.
+            hidden_states (`(B, T, k * H)`): The target's states, as [`read_target`] takes them.
+            attention_mask, position_ids, cache (*optional*): As in [`run_serial_head`].
             use_cache (`bool`, defaults to `False`): Whether to create a cache where none is given.
-            unroll (`Callable`, *optional*): What drafts every serial token beyond the first from the drafter's own
-                feature instead of the target's state, at every position, as it happens in drafting. Training and
-                evaluation give `unroll_serial_head` of `transformers_gumiho.training.unrolling`, without a cache.
+            unroll (`Callable`, *optional*): What drafts the serial tokens from the drafter's own features at every
+                position, as in drafting: `unroll_serial_head` of `transformers_gumiho.training.unrolling`.
             serial_only (`bool`, defaults to `False`): Leave the parallel heads out, as if there were none.
 
         Raises:
@@ -347,24 +339,23 @@ class GumihoModel(GumihoPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config.get_text_config())
         fused = self.fuse(input_ids, self.read_target(hidden_states))
-        unrolled_features = path_inputs = None
-        if unroll is not None:
-            serial_features, unrolled_features, path_inputs = unroll(
-                self, input_ids, fused, attention_mask, position_ids, **kwargs
-            )
+        unrolled = path_inputs = None
+        if unroll is None:
+            features = self.run_serial_head(fused, attention_mask, position_ids, cache, **kwargs)
         else:
-            serial_features = self.run_serial_head(fused, attention_mask, position_ids, cache, **kwargs)
+            found = unroll(self, input_ids, fused, attention_mask, position_ids, **kwargs)
+            features, unrolled, path_inputs = found
         if serial_only:
             num_paths = max(input_ids.shape[1] - self.config.num_serial_tokens, 0)
-            parallel_features = serial_features.new_zeros(len(input_ids), 0, num_paths, serial_features.shape[-1])
+            parallel_features = features.new_zeros(len(features), 0, num_paths, features.shape[-1])
         else:
             if path_inputs is None:
-                path_inputs = self._path_inputs(input_ids, serial_features)
+                path_inputs = self._path_inputs(input_ids, features)
             parallel_features = self._parallel_features(input_ids, path_inputs)
         return GumihoOutput(
-            serial_features=self.predict(serial_features),
+            serial_features=self.predict(features),
             parallel_features=parallel_features,
-            unrolled_features=None if unrolled_features is None else tuple(map(self.predict, unrolled_features)),
+            unrolled_features=None if unrolled is None else tuple(map(self.predict, unrolled)),
             cache=cache,
         )
 

@@ -25,8 +25,8 @@ _SCALES_OF_STATES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale"
 
 def has_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
     """
-    Whether a folder or a name on the Hub is that of a target with MTP layers in its checkpoint. The arguments are as
-    for [`read_mtp_layers`]. Raises `ValueError` where they are not available here.
+    Whether a folder or a name on the Hub is that of a target with MTP layers in its checkpoint. Raises `ValueError`
+    where they are not available here.
     """
     places = {name: options[name] for name in PLACES if options.get(name) is not None}
     try:
@@ -37,33 +37,20 @@ def has_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> bool:
 
 
 def check_mtp_layers(name: str, options: Mapping[str, Any]) -> None:
-    """
-    Raises `ValueError` where the checkpoint of a target has no MTP layers, or such that are not available here. The
-    arguments are as for [`read_mtp_layers`].
-    """
+    """Raises `ValueError` where the checkpoint of a target has no MTP layers, or such that are not available here."""
     if not name or not has_mtp_layers(name, options):
         raise UserValueError(
             f"The target's checkpoint ({name!r}) has no MTP layers. They are often missing where a model was trained "
-            f"further, merged or quantized. Name the original model as the assistant instead: its layers serve this "
-            f"target, too. If the target was loaded from a `revision` or a `subfolder`, import `transformers_gumiho` "
-            f"before that."
+            f"further, merged or quantized. Name the original model instead: its layers serve this target, too. If "
+            f"the target is from a `revision` or a `subfolder`, import `transformers_gumiho` before you load it."
         )
 
 
 def read_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Reads the MTP layers of a target's checkpoint.
-
-    Args:
-        name_or_path: The target's folder, or its name on the Hub.
-        options: The arguments of `from_pretrained`.
-
-    Returns:
-        The tensors by the drafter's names. The first rows of an output head that the checkpoint has for the layer are
-        among them, as `HEAD_ROWS`.
-
-    Raises:
-        ValueError: The layers are packed, or lack scales.
+    Reads the MTP layers of a target, by the drafter's names. The first rows of an output head that came with the layer
+    are among them, as `HEAD_ROWS`. `options` are the arguments of `from_pretrained`. Raises `ValueError` for layers
+    that are packed, or lack scales.
     """
     places = {name: options[name] for name in PLACES if options.get(name) is not None}
     fields, _ = PreTrainedConfig.get_config_dict(name_or_path, **places)
@@ -79,8 +66,9 @@ def read_mtp_layers(name_or_path: Any, options: Mapping[str, Any]) -> dict[str, 
         if own_head is not None:
             with safe_open(cached(name_or_path, files[own_head], options), framework="pt") as stored:
                 head_rows[HEAD_ROWS] = stored.get_slice(own_head)[:_NUM_HEAD_ROWS]
-    inner = fields.get("text_config")
-    quantization = fields.get("quantization_config") or (inner or {}).get("quantization_config") or {}
+    quantization: dict[str, Any] = {}
+    for level in (fields.get("text_config") or {}, fields):
+        quantization |= level.get("quantization_config") or {}
     return dequantized(tensors, quantization, name_or_path) | head_rows
 
 
@@ -89,16 +77,15 @@ def dequantized(
 ) -> dict[str, torch.Tensor]:
     """
     Returns the tensors of a layer, those in eight bits times their scales, in bfloat16, as published tools make them.
-
-    Args:
-        tensors: The tensors by name, with the scales: one for a matrix, for each of its rows, or for each block.
-        quantization: The `quantization_config` of the target, with the size of blocks, `weight_block_size`.
-        name_or_path: The target's, for errors.
-
-    Raises:
-        ValueError: A tensor is packed, lacks its scales, or these do not fit it.
+    Scales are among the tensors: one for a matrix, for each of its rows, or for each block of the size
+    `weight_block_size` in `quantization`, the target's `quantization_config`.
     """
-    _refuse_packed(tensors, name_or_path)
+    packed = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    if packed:
+        raise UserValueError(
+            f"The MTP layers of {str(name_or_path)!r} are quantized in a packed form ({packed[0]}), which is not "
+            f"available here. Name the original checkpoint instead: its layers also serve a quantized target."
+        )
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith(_SCALES)}
     found = {}
     for name, tensor in tensors.items():
@@ -109,17 +96,6 @@ def dequantized(
             raise UserValueError(f"The tensor {name!r} of the MTP layers of {str(name_or_path)!r} has no scales.")
         found[name] = tensor if scale is None else _scaled(name, tensor, scale, quantization)
     return found
-
-
-def _refuse_packed(tensors: Mapping[str, torch.Tensor], name_or_path: Any) -> None:
-    """Raises `ValueError` for tensors that hold several numbers in one."""
-    packed = sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point())
-    if packed:
-        raise UserValueError(
-            f"The MTP layers of {str(name_or_path)!r} are quantized in a packed form ({packed[0]}), which is not "
-            f"available here. Name the original checkpoint instead, for example `assistant_model=<its name>`: its "
-            f"layers also serve a quantized target."
-        )
 
 
 def _scaled(name: str, tensor: torch.Tensor, scale: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
@@ -136,9 +112,8 @@ def _scaled(name: str, tensor: torch.Tensor, scale: torch.Tensor, quantization: 
             size = given or number // blocks
             if -(-number // size) != blocks:
                 raise UserValueError(
-                    f"The scales of {name!r} are for {blocks} blocks, which does not fit {number} numbers"
-                    f"{f' in blocks of {size}' if given else ''}. `weight_block_size` of the target's "
-                    f"`quantization_config` says how large blocks are."
+                    f"The scales of {name!r} are for {blocks} blocks, which does not fit {number} numbers in blocks "
+                    f"of {size}, as `weight_block_size` of the target's `quantization_config` says."
                 )
             scale = scale.repeat_interleave(size, dim).narrow(dim, 0, number)
     return (tensor.float() * scale).to(torch.bfloat16)

@@ -4,7 +4,7 @@ which conventions. A drafter's config holds all that differs between them.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,9 @@ class MtpLayout:
 
     Attributes:
         prefix: What all names begin with.
-        embedding_norm, state_norm, product, final_norm: What follows for the two norms before the product that makes
-            one state of an embedding and a state, for the product, and for the norm after the layer.
-        layer: What follows for the layer itself. The group `tail` is the name in the decoder's layer, `index` its
-            number if there may be several.
+        embedding_norm, state_norm, product, final_norm: What follows for the norms of an embedding and a state, the
+            product that makes one state of both, and the norm after the layer.
+        layer: What follows for the layer itself: `tail` as in the decoder's layer, `index` if there may be several.
         renamed: Parts of the layer that have other names in the decoder.
     """
 
@@ -67,7 +66,8 @@ class MtpLayout:
                 found[name] = part + groups[f"{part}_end"]
                 continue
             first, dot, rest = groups["tail"].partition(".")
-            found[name] = f"decoder.layers.{groups.get('index') or 0}.{self.renamed.get(first, first)}{dot}{rest}"
+            layer = f"decoder.layers.{groups.get('index') or 0}"
+            found[name] = f"{layer}.{self.renamed.get(first, first)}{dot}{rest}"
         return found
 
 
@@ -101,10 +101,8 @@ class MtpFamily:
 
     Attributes:
         layout: The names of their tensors.
-        fields: Returns the fields, for the target's text config, of a model that has the first MTP layer alone.
-        reads_normed: Whether the layer reads the target's last state after its final norm.
-        feeds_normed: Whether the state that the layer reads in place of the target's is the one after its own norm.
-        final_norm: Whether there is a norm between the layer and the output head.
+        fields: Returns, for the target's text config, the fields of a model that has the first layer alone.
+        reads_normed, feeds_normed, final_norm: `mtp_reads_normed`, `norm_output` and `mtp_final_norm` of the drafter.
     """
 
     layout: MtpLayout
@@ -130,9 +128,11 @@ def _of_exaone(config: PreTrainedConfig) -> dict[str, Any]:
     kinds = getattr(config, "mtp_layer_types", None) or config.layer_types
     windows = getattr(config, "mtp_sliding_windows", None) or [config.sliding_window]
     # A layer of this class without a window has no rotary embedding. This one always has, so it gets a window for all.
-    is_sliding = kinds[0] == "sliding_attention"
-    window = windows[0] or config.sliding_window if is_sliding else config.max_position_embeddings
-    return {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"], "sliding_window": window}
+    window = config.max_position_embeddings
+    if kinds[0] == "sliding_attention":
+        window = windows[0] or config.sliding_window
+    fields = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+    return fields | {"sliding_window": window}
 
 
 def _of_nemotron(config: PreTrainedConfig) -> dict[str, Any]:
@@ -205,18 +205,9 @@ def mtp_fields(
     fields: Mapping[str, Any], tensor_names: Callable[[], Iterable[str]], name_or_path: Any
 ) -> dict[str, Any] | None:
     """
-    Returns the fields of a `GumihoConfig` for the MTP layers of a target.
-
-    Args:
-        fields: The content of the target's `config.json`.
-        tensor_names: Returns the names of the tensors in its checkpoint. Called where these may have MTP layers.
-        name_or_path: The target's, for errors.
-
-    Returns:
-        The fields; `None` where the checkpoint has no MTP layers.
-
-    Raises:
-        ValueError: It has some that are not available here.
+    Returns the fields of a `GumihoConfig` for the MTP layers of a target, by its `config.json` and the names of its
+    tensors, which are read where there may be such layers; `None` where there are none. Raises `ValueError` for layers
+    that are not available here.
     """
     if not may_have_mtp_layers(fields):
         return None
@@ -225,14 +216,13 @@ def mtp_fields(
         if any(_ANY_LAYER.search(name) for name in names):
             raise _refusal(name_or_path, f"those of the type {model_type!r} {reason}")
         return None
-    config = AutoConfig.for_model(**fields).get_text_config(decoder=True)
-    family = FAMILIES.get(config.model_type) or _family_like(config, names, name_or_path)
-    own = {} if family is None else family.layout.drafter_names(names, config.num_hidden_layers)
-    if family is None or not own:
+    config, family = _family_of(fields, names, name_or_path)
+    if family is None or not family.layout.drafter_names(names, config.num_hidden_layers):
         return None
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise _refusal(name_or_path, "they have a token embedding of their own (`mtp_use_dedicated_embeddings`)")
-    of_layer, num_layers = _config_of_layer(config, family), _count_layers(names, config.num_hidden_layers)
+    of_layer = _config_of_layer(config, family)
+    num_layers = _count_layers(names, config.num_hidden_layers)
     if num_layers > of_layer.num_hidden_layers:
         logger.warning_once(f"{str(name_or_path)!r} has {num_layers} MTP layers. The first one drafts all tokens.")
     return {
@@ -251,17 +241,12 @@ def mtp_fields(
     }
 
 
-def mtp_names(fields: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, str], str | None]:
+def mtp_names(fields: Mapping[str, Any], names: Collection[str]) -> tuple[dict[str, str], str | None]:
     """
-    Returns the drafter's names of the tensors of an MTP layer by their names in the target's checkpoint, and the name
-    of an output head that the checkpoint has for the layer; `None` without one.
-
-    Args:
-        fields: The content of the target's `config.json`, for which [`mtp_fields`] returns some.
-        names: The names of the tensors in its checkpoint.
+    Returns the drafter's names of an MTP layer's tensors by their `names` in the target's checkpoint, and the name of
+    an output head that came with the layer, or `None`. The target is one for which [`mtp_fields`] returns fields.
     """
-    names, config = list(names), AutoConfig.for_model(**fields).get_text_config(decoder=True)
-    family = FAMILIES.get(config.model_type) or _family_like(config, names, None)
+    config, family = _family_of(fields, names, None)
     assert family is not None
     head = re.compile(_OWN_HEAD.replace("{n}", str(config.num_hidden_layers)))
     own_head = next((name for name in names if head.fullmatch(name)), None)
@@ -280,22 +265,27 @@ def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else fields
 
 
+def _family_of(
+    fields: Mapping[str, Any], names: Iterable[str], name_or_path: Any
+) -> tuple[PreTrainedConfig, MtpFamily | None]:
+    """Returns a target's text config, and how its MTP layers are read; `None` where that is not known."""
+    config = AutoConfig.for_model(**fields).get_text_config(decoder=True)
+    return config, FAMILIES.get(config.model_type) or _family_like(config, names, name_or_path)
+
+
 def _family_like(config: PreTrainedConfig, names: Iterable[str], name_or_path: Any) -> MtpFamily | None:
-    """Returns how the MTP layers of a type without a line of its own can be read, if transformers describes them."""
+    """Returns how MTP layers of a type without a line of its own are read, if transformers describes them."""
     try:
         of_layers = config.get_mtp_config()
     except (AttributeError, ValueError):  # it describes none
         return None
-    fields = {
-        name: values[:1]
-        for name in ("layer_types", "mlp_layer_types")
-        if (values := getattr(of_layers, name, None)) is not None
-    }
+    found = {name: getattr(of_layers, name, None) for name in ("layer_types", "mlp_layer_types")}
+    fields: dict[str, Any] = {name: kinds[:1] for name, kinds in found.items() if kinds is not None}
     if hasattr(of_layers, "first_k_dense_replace"):
         fields["first_k_dense_replace"] = 0
     for layout in (AFTER_THE_LAYERS, BESIDE_THE_MODEL):
-        found = layout.drafter_names(names, config.num_hidden_layers).values()
-        if {"fc.weight", "enorm.weight", "hnorm.weight", "norm.weight"} <= set(found):
+        own = layout.drafter_names(names, config.num_hidden_layers).values()
+        if {"fc.weight", "enorm.weight", "hnorm.weight", "norm.weight"} <= set(own):
             if name_or_path is not None:
                 logger.warning_once(
                     f"The MTP layer of {str(name_or_path)!r} is read as those of similar types. It was not tested for "

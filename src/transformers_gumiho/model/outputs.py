@@ -19,12 +19,11 @@ class GumihoOutput(ModelOutput):
             distribution of the token after `input_ids[:, t]`.
         parallel_features (`torch.Tensor` of shape `(B, P, max(T - S, 0), H)`):
             For head i at position t, the prediction of the target's hidden state t+1+S+i, made from the tokens
-            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them: the serial features of the text, or
-            with `unroll` those that the drafter itself would have at this point. Where the drafter has
-            transitions, moved by the token `input_ids[:, t + S + i]`, which state t+1+S+i belongs to.
+            `input_ids[:, t + 1 : t + 1 + S]` and the features that predict them. Transitions move it by the token
+            `input_ids[:, t + S + i]`.
         unrolled_features (`tuple[torch.Tensor]`, *optional*, with `unroll`):
             For each serial token j = 1..S-1 beyond the first, `(B, T - j, H)`: at position t, the prediction of the
-            target's hidden state t+1+j that the serial head makes from its own feature of token j-1.
+            target's state t+1+j, made from the serial head's own feature.
         cache (`Cache`, *optional*):
             The keys and values of the serial head, with `use_cache=True`.
         hidden_states (`tuple[torch.Tensor]`, *optional*):

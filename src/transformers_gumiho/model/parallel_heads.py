@@ -87,14 +87,8 @@ def run_batched_heads(
     weights: list[tuple[torch.Tensor, torch.Tensor]], path_inputs: torch.Tensor, num_heads: int
 ) -> torch.Tensor:
     """
-    Runs the first `num_heads` heads as one batched product per block.
-
-    Args:
-        weights: What [`GumihoParallelHeads.batched_weights`] returned.
-        path_inputs (`(B, T, S * H)`): The fused inputs of each path's serial tokens.
-
-    Returns:
-        `(B, num_heads, T, H)`: the features of the heads.
+    Returns the features `(B, num_heads, T, H)` of the first heads, by one batched product for each block, for the
+    [`GumihoParallelHeads.batched_weights`] and the fused inputs `(B, T, S * H)` of each path's serial tokens.
     """
     batch_size, num_paths, width = path_inputs.shape
     hidden_states = path_inputs.reshape(1, -1, width).expand(num_heads, -1, -1)
@@ -105,7 +99,9 @@ def run_batched_heads(
 
 
 def _is_plain_linear(linear: Any) -> bool:
-    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter and not has_placement_hook(linear)
+    if has_placement_hook(linear):
+        return False
+    return type(linear) is GumihoHeadLinear and type(linear.weight) is nn.Parameter
 
 
 def _as_one_tensor(parameters: list[nn.Parameter]) -> torch.Tensor:

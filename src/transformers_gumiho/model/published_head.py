@@ -48,16 +48,16 @@ _NEUTRAL = dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb",
      "partial_rotary_factor"), 1,
 )  # fmt: skip
-# Types of rotary embeddings, each with the numbers that it needs, and those that any type may have.
+# Types of rotary embeddings, each with the fields that it needs, and the fields that are known.
 _ROPE_TYPES = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-_ROPE_NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate",
-)  # fmt: skip
+_ROPE_FIELDS = {
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor",
+    "high_freq_factor",
+}  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
@@ -102,8 +102,8 @@ class PublishedHead:
     Attributes:
         levels: The objects of its config, that of the layers first, without fields that have no value.
         flags: The fields of all of them; a later object decides.
-        rope: The fields of the rotary embedding, which configs may have in several places.
-        shapes: The shape of each tensor by its plain name, once they are read.
+        rope: The fields of the rotary embedding.
+        shapes: The shape of each tensor by its plain name.
     """
 
     def __init__(self, fields: dict[str, Any], own: str, name_or_path: Any):
@@ -133,7 +133,8 @@ class PublishedHead:
             beside = ("rope_theta", "original_max_position_embeddings")
             found += [(name, level[name]) for name in beside if name in level]
             for part in ("rope_parameters", "rope_scaling"):
-                found += [("rope_type" if name == "type" else name, v) for name, v in level.get(part, {}).items()]
+                for name, value in level.get(part, {}).items():
+                    found.append(("rope_type" if name == "type" else name, value))
         # Another type goes before the default, which some tools write beside it.
         found = [field for field in found if field != ("rope_type", "default")]
         rope = {"rope_type": "default"} | dict(found)
@@ -156,13 +157,14 @@ class PublishedHead:
             f"one of Gumiho's, made for your target."
         )
 
+    def architectures(self) -> list[str]:
+        """Returns the names of classes in its config."""
+        return [name for level in self.levels for name in level.get("architectures", ())]
+
     def check_fields(self, known: set[str], neutral: Mapping[str, Any]) -> None:
         """
-        Raises an error for an unknown field that has a value.
-
-        Args:
-            known: The fields that the caller reads, beside those of any head.
-            neutral: Fields that change nothing while they have this value.
+        Raises an error for a field with a value that is not `known`, beside those of any head. Those of `neutral`
+        change nothing while they have the value there.
         """
         known = known | _READ | _LLAMA | vars(GenerationConfig()).keys()
         neutral = {**_NEUTRAL, **neutral}
@@ -170,7 +172,8 @@ class PublishedHead:
             if name in known or _IDLE.fullmatch(name):
                 continue
             # A field that is false, 0 or empty switches nothing on.
-            if value != neutral[name] if name in neutral else value not in (False, "", {}):
+            idle = [neutral[name]] if name in neutral else [False, "", {}]
+            if value not in idle:
                 raise self.refusal(
                     f"a head whose config says that `{name}` is {value!r}, which is not known here (if it changes "
                     f"nothing of the head, remove it)"
@@ -200,7 +203,7 @@ class PublishedHead:
         return fields | sizes | {
             "model_type": "llama",
             "architectures": None,
-            "rope_parameters": self._checked_rope(sizes["head_dim"]),
+            "rope_parameters": self._known_rope(),
             # Copied from targets, although the head has an output head of its own.
             "tie_word_embeddings": False,
             # As in Qwen2, q, k and v may have biases and o none.
@@ -217,7 +220,8 @@ class PublishedHead:
         heads = q_rows // norm[0] if norm else heads
         if heads is None:
             raise self.fault("it gives no `num_attention_heads`")
-        if q_rows % heads or k_rows % (q_rows // heads) or (kv_heads and q_rows * kv_heads != k_rows * heads):
+        is_whole = q_rows % heads == 0 and k_rows % (q_rows // heads) == 0
+        if not is_whole or (kv_heads and q_rows * kv_heads != k_rows * heads):
             raise self.fault(
                 f"`layers.0.self_attn.q_proj.weight` has {q_rows} rows for {heads} heads (`num_attention_heads`), and "
                 f"`layers.0.self_attn.k_proj.weight` has {k_rows} for {kv_heads} (`num_key_value_heads`)"
@@ -234,26 +238,14 @@ class PublishedHead:
             raise self.fault("it gives no `vocab_size`")
         return size
 
-    def _checked_rope(self, head_dim: int) -> dict[str, Any]:
-        """Returns the rotary embedding, if its type and its fields are known, and it has the numbers that it needs."""
-        kind = str(self.rope["rope_type"])
-        needed = _ROPE_TYPES.get(kind)
+    def _known_rope(self) -> dict[str, Any]:
+        """Returns the rotary embedding, if its type and its fields are known, and it has those that it needs."""
         idle = (None, False, _NEUTRAL["partial_rotary_factor"])
-        rest = self.rope.keys() - {"rope_type", *(needed or ()), *_ROPE_NUMBERS}
-        if needed is None or any(self.rope[name] not in idle for name in rest):
+        unknown = [name for name in self.rope.keys() - _ROPE_FIELDS if self.rope[name] not in idle]
+        if unknown or self.rope["rope_type"] not in _ROPE_TYPES:
             raise self.refusal(f"a head with a rotary embedding that is not known: {self.rope}")
-        for name, value in (dict.fromkeys(needed) | self.rope).items():
-            if name == "rope_type":
-                continue
-            what, is_right = "a number", isinstance(value, (int, float, type(None)))
-            if name in needed:
-                what, is_right = "a number above 0", _is_number(value)
-            if kind == "longrope" and name in needed:
-                # They divide the angles, of which there is one for two numbers of a head.
-                what, numbers = f"a list of {head_dim // 2} numbers above 0", value if isinstance(value, list) else []
-                is_right = len(numbers) == head_dim // 2 and all(map(_is_number, numbers))
-            if not is_right:
-                raise self.fault(f"`{name}` of a {kind} rotary embedding must be {what}, got {value!r}")
+        if missing := [name for name in _ROPE_TYPES[self.rope["rope_type"]] if not self.rope.get(name)]:
+            raise self.fault(f"it gives no `{missing[0]}` for its rotary embedding: {self.rope}")
         return self.rope
 
     def warn_of_copies(self, sizes: Mapping[str, Any]) -> None:

@@ -45,9 +45,10 @@ class GumihoSerialHead:
         drafter.fc = nn.Linear(
             config.embedding_width + llama.hidden_size, llama.hidden_size, bias=config.gumiho_fc_bias
         )
-        drafter.layer_fusion = GumihoLayerFusion(config) if config.target_layer_ids is not None else None
+        drafter.layer_fusion = None if config.target_layer_ids is None else GumihoLayerFusion(config)
         drafter.layers = nn.ModuleList(make_layer(llama, index) for index in range(llama.num_hidden_layers))
         drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
+        drafter.norm = None
         # The first layer reads the output of `fc` unnormalized: the architecture has no weights for a norm here.
         drafter.layers[0].input_layernorm = nn.Identity()
 
@@ -91,7 +92,8 @@ class GumihoSerialHead:
             position_ids=position_ids,
             **{CACHE_NAME: cache},
         )
-        return self.run_layers(drafter, fused, [mask] * len(drafter.layers), position_ids, cache, **kwargs)
+        masks = [mask] * len(drafter.layers)
+        return self.fed_back(drafter, self.run_layers(drafter, fused, masks, position_ids, cache, **kwargs))
 
     def run_layers(
         self, drafter: Any, states: Any, masks: Any, position_ids: torch.Tensor, cache: Cache | None, **kwargs: Any
@@ -110,9 +112,23 @@ class GumihoSerialHead:
             )
         return states
 
+    def fed_back(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
+        """Maps what the layers return to the features."""
+        return drafter.norm(features) if drafter.config.norm_output else features
+
     def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
         """Maps features to the states that an output head scores."""
-        return features
+        is_final = drafter.norm is None or drafter.config.norm_output
+        return features if is_final else drafter.norm(features)
+
+
+def _add_output_head(drafter: Any, config: GumihoConfig) -> None:
+    """Gives a drafter an output head of its own. Its rows are of all tokens, or of those that `d2t` says."""
+    llama, num_scored = config.get_text_config(), config.draft_vocab_size
+    drafter.lm_head = nn.Linear(llama.hidden_size, num_scored or llama.vocab_size, bias=False)
+    if num_scored is not None:
+        # The ids of the tokens, less the numbers of the rows.
+        drafter.register_buffer("d2t", torch.zeros(num_scored, dtype=torch.long))
 
 
 class Eagle3SerialHead(GumihoSerialHead):
@@ -127,38 +143,30 @@ class Eagle3SerialHead(GumihoSerialHead):
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
         llama, width = config.get_text_config(), config.drafter_input_size
-        state_width, eps = config.target_hidden_size or llama.hidden_size, llama.rms_norm_eps
+        eps = llama.rms_norm_eps
         drafter.fc = nn.Linear(width, llama.hidden_size, bias=config.gumiho_fc_bias)
-        further = (make_layer(llama, index, config.qk_norm) for index in range(1, llama.num_hidden_layers))
-        drafter.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
+        drafter.layers = nn.ModuleList([Eagle3FirstLayer(config)])
+        for index in range(1, llama.num_hidden_layers):
+            drafter.layers.append(make_layer(llama, index, config.qk_norm))
         drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
         drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=eps)
-        drafter.lm_head = nn.Linear(llama.hidden_size, config.draft_vocab_size or llama.vocab_size, bias=False)
+        _add_output_head(drafter, config)
         drafter.input_norm = LlamaRMSNorm(width, eps=eps) if config.norm_before_fc else None
+        state_width = config.target_hidden_size or llama.hidden_size
         norms = [LlamaRMSNorm(state_width, eps=eps) for _ in range(width // state_width)]
         drafter.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        if config.draft_vocab_size is not None:
-            # Which tokens the rows of `lm_head` are of: their ids, less the numbers of the rows.
-            drafter.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
         states = states.to(drafter.dtype)
         if drafter.input_norm is not None:
             states = drafter.input_norm(states)
         if drafter.fc_norm is not None:
-            of_layers = states.chunk(len(drafter.fc_norm), dim=-1)
-            states = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, of_layers, strict=True)], dim=-1)
+            of_layers = zip(drafter.fc_norm, states.chunk(len(drafter.fc_norm), dim=-1), strict=True)
+            states = torch.cat([norm(part) for norm, part in of_layers], dim=-1)
         return drafter.fc(states)
 
     def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return torch.cat((embeddings, states), dim=-1)
-
-    def run(self, drafter: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        features = super().run(drafter, *args, **kwargs)
-        return drafter.norm(features) if drafter.config.norm_output else features
-
-    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
-        return features if drafter.config.norm_output else drafter.norm(features)
 
 
 class MtpSerialHead(GumihoSerialHead):
@@ -205,8 +213,10 @@ class MtpSerialHead(GumihoSerialHead):
         return states
 
     def fuse(self, drafter: Any, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        parts = drafter.enorm(embeddings), drafter.hnorm(states)
-        return drafter.fc(torch.cat(parts[::-1] if drafter.config.mtp_state_first else parts, dim=-1))
+        parts = [drafter.enorm(embeddings), drafter.hnorm(states)]
+        if drafter.config.mtp_state_first:
+            parts.reverse()
+        return drafter.fc(torch.cat(parts, dim=-1))
 
     def run(
         self,
@@ -225,10 +235,7 @@ class MtpSerialHead(GumihoSerialHead):
             **{CACHE_NAME: cache},
             **kwargs,
         ).last_hidden_state
-        return drafter.norm(features) if drafter.config.norm_output else features
-
-    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
-        return features if drafter.config.norm_output else drafter.norm(features)
+        return self.fed_back(drafter, features)
 
     def window(self, config: GumihoConfig) -> int | None:
         layers = config.get_text_config()
@@ -250,19 +257,19 @@ class BlockHead(GumihoSerialHead):
     ignored_keys = (r"^(?:model\.){0,2}(t2d$|confidence_head\.|verifier_lm_head\.|verifier_norm\.|rotary_emb\.)",)
 
     def add_modules(self, drafter: Any, config: GumihoConfig) -> None:
-        llama, num_scored = config.get_text_config(), config.draft_vocab_size
+        llama = config.get_text_config()
         drafter.fc = nn.Linear(config.drafter_input_size, llama.hidden_size, bias=config.gumiho_fc_bias)
         drafter.hidden_norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
-        layers = range(llama.num_hidden_layers)
-        drafter.layers = nn.ModuleList(make_layer(llama, index, config.qk_norm) for index in layers)
+        drafter.layers = nn.ModuleList()
+        for index in range(llama.num_hidden_layers):
+            drafter.layers.append(make_layer(llama, index, config.qk_norm))
         drafter.rotary_emb = LlamaRotaryEmbedding(config=llama)
         drafter.norm = LlamaRMSNorm(llama.hidden_size, eps=llama.rms_norm_eps)
         if config.has_own_head:
-            drafter.lm_head = nn.Linear(llama.hidden_size, num_scored or llama.vocab_size, bias=False)
+            _add_output_head(drafter, config)
         if config.markov_rank:
-            drafter.markov_head = MarkovHead(llama.vocab_size, num_scored or llama.vocab_size, config.markov_rank)
-        if num_scored is not None:
-            drafter.register_buffer("d2t", torch.zeros(num_scored, dtype=torch.long))
+            num_scored = config.draft_vocab_size or llama.vocab_size
+            drafter.markov_head = MarkovHead(llama.vocab_size, num_scored, config.markov_rank)
 
     def read_target(self, drafter: Any, states: torch.Tensor) -> torch.Tensor:
         # A prompt is read where the target is.
@@ -289,9 +296,6 @@ class BlockHead(GumihoSerialHead):
             "A block drafter (DFlash, JetSpec, DSpark) drafts in `generate()`, and has no `forward` over a text. It "
             "is trained by the tools that make such heads: SpecForge, DeepSpec or speculators."
         )
-
-    def predict(self, drafter: Any, features: torch.Tensor) -> torch.Tensor:
-        return drafter.norm(features)
 
 
 SERIAL_HEADS: dict[str, GumihoSerialHead] = {

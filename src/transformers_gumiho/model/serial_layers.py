@@ -30,7 +30,9 @@ def _complete_attention(
 ) -> None:
     """Gives the attention of a layer its norms, and the width and biases of its q, k and v."""
     if qk_norm:
-        fields = {name: value for name, value in llama.to_dict().items() if name not in ("model_type", "layer_types")}
+        fields = llama.to_dict()
+        for name in ("model_type", "layer_types"):
+            fields.pop(name, None)
         layer.self_attn = Qwen3Attention(Qwen3Config(**fields), index)
         # It looks up the attention function here, which may be set later.
         layer.self_attn.config = llama

@@ -64,13 +64,11 @@ def state_width(target_config: PreTrainedConfig) -> int:
 def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int]) -> list[int]:
     """
     Returns `target_layer_ids` as a [`GumihoConfig`] holds them: from 0 up and in rising order. Negative `layer_ids`
-    count from the last one down.
-
-    Raises:
-        ValueError: The target does not have one of them.
+    count from the last one down. Raises `ValueError` for layers that the target does not have.
     """
     text_config = target_config.get_text_config(decoder=True)
-    num_layers, width = text_config.num_hidden_layers, state_width(text_config)
+    num_layers = text_config.num_hidden_layers
+    width = state_width(text_config)
     if width != text_config.hidden_size:
         raise UserValueError(
             f"`target_layer_ids` cannot be read: the target's layers are {text_config.hidden_size} wide, and what its "
@@ -85,12 +83,7 @@ def resolve_layer_ids(target_config: PreTrainedConfig, layer_ids: Sequence[int])
 
 
 def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns the fields of the drafter's Llama config that follow from the target's text config.
-
-    Raises:
-        ValueError: The target has no vocabulary or hidden size, and `overrides` gives none.
-    """
+    """Returns the fields of the drafter's Llama config that follow from the target's text config."""
     for name in ("vocab_size", "hidden_size"):
         if not hasattr(target, name) and name not in overrides:
             raise UserValueError(
@@ -99,9 +92,11 @@ def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict
             )
     hidden_size = overrides.get("hidden_size") or state_width(target)
     # Targets without attention (Mamba, RWKV) have no heads to copy.
-    target_heads = _field(target, "num_attention_heads") or max(hidden_size // _HEAD_DIM, 1)
-    num_heads = overrides.get("num_attention_heads") or _divisor_up_to(hidden_size // 2, target_heads)
-    num_kv_heads = _divisor_up_to(num_heads, _field(target, "num_key_value_heads") or num_heads)
+    num_heads = overrides.get("num_attention_heads")
+    if num_heads is None:
+        target_heads = _field(target, "num_attention_heads") or max(hidden_size // _HEAD_DIM, 1)
+        num_heads = _divisor_up_to(hidden_size // 2, target_heads)
+    kv_heads = _field(target, "num_key_value_heads") or num_heads
     widths = [_field(target, name) for name in ("intermediate_size", "ffn_dim", "n_inner")]
     widths = [width for width in widths if isinstance(width, int) and width > 0]
     fields = {
@@ -110,7 +105,7 @@ def llama_fields_of(target: PreTrainedConfig, overrides: dict[str, Any]) -> dict
         "intermediate_size": widths[0] if widths else 4 * hidden_size,
         "num_hidden_layers": 2,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": _divisor_up_to(num_heads, kv_heads),
         "rope_parameters": _rope_parameters(target),
         "tie_word_embeddings": False,
     }
@@ -132,9 +127,8 @@ class SerialHeadConfig(LlamaConfig):
             super().validate_architecture()
 
 
-def llama_config(fields: dict[str, Any]) -> SerialHeadConfig:
+def llama_config(model_type: str = LlamaConfig.model_type, **fields: Any) -> SerialHeadConfig:
     """Returns the config of the layers of a serial head. Raises `ValueError` for fields of another type."""
-    model_type = fields.get("model_type", LlamaConfig.model_type)
     if model_type != LlamaConfig.model_type:
         raise UserValueError(f"`model` must describe a Llama (model_type 'llama'), got model_type {model_type!r}.")
     return SerialHeadConfig(**fields)
@@ -157,7 +151,10 @@ def _field(config: PreTrainedConfig, name: str) -> Any:
 
 def _divisor_up_to(number: int, limit: int) -> int:
     """Returns the largest divisor of `number` that is at most `limit`."""
-    return next(candidate for candidate in range(min(limit, number), 0, -1) if number % candidate == 0)
+    divisor = min(limit, number)
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
@@ -166,10 +163,11 @@ def _rope_parameters(target: PreTrainedConfig) -> dict[str, Any]:
     # Models with two kinds of attention nest one set of parameters per kind.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     parameters = parameters.get("full_attention") or (nested[0] if nested else parameters)
-    default, kind = {"rope_theta": 10000.0, "rope_type": "default"}, parameters.get("rope_type", "default")
-    if kind not in _TRANSFERABLE_ROPE_TYPES or "partial_rotary_factor" in parameters:
-        parameters = {name: parameters[name] for name in ("rope_theta",) if name in parameters}
-    return default | parameters
+    default = {"rope_theta": 10000.0, "rope_type": "default"}
+    kind = parameters.get("rope_type", "default")
+    if kind in _TRANSFERABLE_ROPE_TYPES and "partial_rotary_factor" not in parameters:
+        return default | parameters
+    return default | {"rope_theta": parameters.get("rope_theta", default["rope_theta"])}
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +188,11 @@ class WeightState:
         not wait.
         """
         versions = [(weight.data_ptr(), version_of(weight), weight.shape, weight.dtype) for weight in weights]
-        parts = [_sample(weight.detach()) for weight in weights if is_sampled] or [torch.empty(0, device="cpu")]
-        return cls(versions, torch.cat([part.to(parts[0].device, torch.float32) for part in parts]))
+        if not weights or not is_sampled:
+            return cls(versions, torch.empty(0, device="cpu"))
+        device = weights[0].device
+        samples = [_sample(weight.detach()).to(device, torch.float32) for weight in weights]
+        return cls(versions, torch.cat(samples))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WeightState) or self.versions != other.versions:
@@ -201,6 +202,8 @@ class WeightState:
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
     """Returns numbers of all parts of a weight."""
-    # One more than a multiple of a row's length, mostly: other columns in each row.
     step = max(weight.numel() // _NUM_COMPARED, 1)
-    return weight.reshape(-1)[:: step + 1 if step > 1 else 1]
+    # One more than a multiple of a row's length, mostly: other columns in each row.
+    if step > 1:
+        step += 1
+    return weight.reshape(-1)[::step]

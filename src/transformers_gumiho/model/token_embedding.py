@@ -30,9 +30,6 @@ class BorrowedEmbedding(nn.Module):
         """
         Takes the rows `(V, E)` of a target's embedding over: themselves where their device and dtype are those of
         `like`, else a copy. Does nothing if it has them, and the target was not updated since.
-
-        Raises:
-            ValueError: See [`fitting_rows`].
         """
         if embedding is not None and self._has(embedding, like):
             return
@@ -86,7 +83,6 @@ def address_of(embedding: torch.Tensor) -> int:
 
 
 def _state_of(embedding: torch.Tensor) -> WeightState:
-    """Returns what changes with an embedding."""
     if is_split(embedding):
         # Without a sample: where the processes disagree, some would wait for the others for ever.
         return WeightState.of([embedding.to_local()], is_sampled=False)
@@ -111,10 +107,8 @@ def share_equal(own: nn.Parameter, other: torch.Tensor | None) -> bool:
 def fitting_rows(embedding: torch.Tensor | None, vocab_size: int, embedding_size: int) -> torch.Tensor:
     """
     Returns the rows `(V, E)` of a target's embedding `(V or more, E)` that belong to a drafter's vocabulary. One that
-    is split over processes is gathered, so all of them must call this.
-
-    Raises:
-        ValueError: There is no embedding in this process, it is offloaded, or it has another shape.
+    is split over processes is gathered, so all of them must call this. Raises `ValueError` where there is none in this
+    process, where it is offloaded, and for another shape.
     """
     if embedding is None:
         raise UserValueError(

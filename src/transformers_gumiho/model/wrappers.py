@@ -51,10 +51,11 @@ def as_target(model: Any) -> PreTrainedModel:
         raise UserValueError(f"A target is needed, and this {name} is a drafter. Give the model that it drafts for.")
     if isinstance(inner, PreTrainedModel):
         return inner
+    fix = "Load the target with `AutoModelForCausalLM.from_pretrained`."
     parts = {**getattr(inner, "__dict__", {}), **getattr(inner, "_modules", {})}
-    around = next((part for part, value in parts.items() if isinstance(unwrap_model(value), PreTrainedModel)), None)
-    if around is None:
-        fix = "Load the target with `AutoModelForCausalLM.from_pretrained`."
-    else:
-        fix = f"It holds a {type(unwrap_model(parts[around])).__name__} as `{around}`: give that."
+    for part, value in parts.items():
+        model = unwrap_model(value)
+        if isinstance(model, PreTrainedModel):
+            fix = f"It holds a {type(model).__name__} as `{part}`: give that."
+            break
     raise UserValueError(f"A target is a `PreTrainedModel` of transformers, and {name} is none. {fix}")

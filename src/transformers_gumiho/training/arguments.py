@@ -73,8 +73,7 @@ class GumihoTrainingArguments(TrainingArguments):
             raise UserValueError(f"`train_only` must be one of {names}, or None, got {self.train_only!r}.")
         if self.linear_start and self.train_only in ("parallel", "transition"):
             raise UserValueError(
-                f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves as it is. "
-                f"Leave one of them out."
+                f"`linear_start` begins a serial head anew, which `train_only={self.train_only!r}` leaves. Drop one."
             )
         for name in ("draft_vocabulary_size", "loss_chunk_size", "tokens_per_step", "tokens_per_pass"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -82,14 +81,10 @@ class GumihoTrainingArguments(TrainingArguments):
         if self.tokens_per_step is not None and self.gradient_accumulation_steps > 1:
             raise UserValueError(
                 f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` counts batches of rows, and "
-                f"`tokens_per_step` counts tokens: a step has as many passes as `tokens_per_pass` asks for. Leave one "
-                f"of them out."
+                f"`tokens_per_step` tokens. Leave it out: `tokens_per_pass` decides how many passes a step has."
             )
         if self.remove_unused_columns:
-            raise UserValueError(
-                "`remove_unused_columns=True` would drop the loss mask, which the loss reads and the drafter does "
-                "not. Leave it `False`."
-            )
+            raise UserValueError("`remove_unused_columns=True` would drop the loss mask. Leave it `False`.")
 
     @property
     def rows_per_step(self) -> int:

@@ -15,6 +15,9 @@ from .arguments import GumihoTrainingArguments
 from .data.budget import within_budget
 
 
+_OF_LOSS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")  # columns of a batch
+
+
 class StepBatches(Sampler[list[list[int]]]):
     """
     The steps of a training, in random order: for each, the rows of each pass of one process.
@@ -97,8 +100,8 @@ class ShareOfBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         batches = list(self.batches)
         for number in range(len(self)):
-            mine = batches[number * self.num_processes :][: self.num_processes][self.process_index :][:1]
-            yield mine[0] if mine else []
+            place = number * self.num_processes + self.process_index
+            yield batches[place] if place < len(batches) else []
 
 
 class SeededLengthGroups(LengthGroupedSampler):
@@ -130,10 +133,14 @@ class PassCollator:
         if rows:
             return self.collate(rows)
         batch = self.collate([self.dataset[0]])
-        return batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
+        # A user's own columns have no row.
+        kept = {name: values if name in _OF_LOSS else values[:0] for name, values in batch.items()}
+        return kept | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
 
 
 class RowsOfPasses(torch.utils.data.Dataset):
+    """A dataset whose items are lists of another one's rows."""
+
     def __init__(self, dataset: Any):
         self.dataset = dataset
 

@@ -17,7 +17,7 @@ from ..model.target_shape import state_width
 from .arguments import PARTS
 from .collator import GumihoDataCollator
 from .feature_cache import CachedFeatures, FeatureDataset, TargetFeatures, located, rows_without_states
-from .losses.positions import count_positions
+from .losses.positions import WHAT_COUNTS, count_positions
 
 
 # What two caches must have in common for one training.
@@ -37,9 +37,8 @@ def check_is_trained_here(config: GumihoConfig) -> None:
     """Raises `ValueError` for a drafter whose training is another one, on any data, recorded traffic included."""
     if config.is_block:
         raise UserValueError(
-            f"{config.converted_from or config.name_or_path!r} is a block drafter (DFlash, JetSpec, DSpark), which is "
-            f"not trained here. Train it with SpecForge, DeepSpec or speculators, or leave `drafter` out to make a "
-            f"drafter of Gumiho's for your target."
+            f"{config.converted_from or config.name_or_path!r} is a block drafter, which is not trained here. Train "
+            f"it with SpecForge, DeepSpec or speculators, or leave `drafter` out to make one of another kind."
         )
 
 
@@ -50,9 +49,8 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
     read_size, hidden_size = drafter.config.target_hidden_size or config.hidden_size, state_width(target_config)
     if (read_size, config.vocab_size) != (hidden_size, target_config.vocab_size):
         raise UserValueError(
-            f"The drafter has hidden size {read_size} and {config.vocab_size} tokens, the target "
-            f"{hidden_size} and {target_config.vocab_size}. Make a drafter for it with "
-            f"`GumihoModel.from_target(target)`."
+            f"The drafter has hidden size {read_size} and {config.vocab_size} tokens, the target {hidden_size} and "
+            f"{target_config.vocab_size}. Make a drafter for it with `GumihoModel.from_target(target)`."
         )
     layers = drafter.config.layers_read(features.config)
     if layers is not None and features.layers != layers:
@@ -60,14 +58,13 @@ def check_drafter(drafter: GumihoModel, features: TargetFeatures) -> None:
         raise UserValueError(
             f"The drafter reads the target's layers {ids} (`target_layer_ids`), and the features are of "
             f"{'the last one alone' if found is None else list(found.ids)}. Extract them with "
-            f"`target_layer_ids={ids if layers.is_last_normed else 'drafter.config.layers_read(target.config)'}`, or "
-            f"train a drafter that reads what is there."
+            f"`target_layer_ids={ids if layers.is_last_normed else 'drafter.config.layers_read(target.config)'}`."
         )
     implementation = attention_implementation(drafter.config)
     if implementation not in ("eager", "sdpa"):
         raise UserValueError(
-            f"The drafter's attention is {implementation!r}, which takes no mask of the features that evaluation "
-            f"unrolls. Load it with `attn_implementation='sdpa'`."
+            f"The drafter's attention is {implementation!r}, which takes no mask. Load it with "
+            f"`attn_implementation='sdpa'`."
         )
     if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in drafter.parameters()):
         logger.warning(
@@ -80,8 +77,8 @@ def check_collator(collator: Any, assistant_only_loss: bool) -> None:
     """Raises `ValueError` where prompts shall count and `collator` does not know of that."""
     if not assistant_only_loss and not isinstance(collator, GumihoDataCollator):
         raise UserValueError(
-            f"`assistant_only_loss=False` is carried out by a GumihoDataCollator, and `data_collator` is a "
-            f"{type(collator).__name__}. Let it return a `loss_mask` of ones instead."
+            f"`assistant_only_loss=False` needs a GumihoDataCollator, got a {type(collator).__name__}. Let it return "
+            f"a `loss_mask` of ones instead."
         )
 
 
@@ -102,10 +99,7 @@ def check_something_counts(dataset: Any, collate: Callable[..., Any], shifts: Se
         batch = collate([row])
         if count_positions(batch["loss_mask"], shifts, batch.get("position_ids")).any():
             return
-    raise UserValueError(
-        "The training data has no state that counts, so there is nothing to learn. A state counts where its token and "
-        "the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
-    )
+    raise UserValueError(f"The training data has no state that counts, so there is nothing to learn. {WHAT_COUNTS}")
 
 
 def num_positions(drafter: GumihoModel, features: TargetFeatures) -> int | None:
@@ -129,7 +123,7 @@ def check_starts_linearly(model: nn.Module, drafter: GumihoModel) -> None:
     check_is_no_adapter(model, "linear_start")
     if drafter.config.is_eagle3:
         raise UserValueError(
-            "`linear_start` begins a serial head that predicts states of the target, and that of EAGLE-3 predicts "
+            "`linear_start` is for a serial head that predicts states of the target, and that of EAGLE-3 predicts "
             "none. Leave it out."
         )
 
@@ -140,18 +134,13 @@ def freeze_all_but(part: str, model: nn.Module, drafter: GumihoModel) -> None:
     is in an adapter.
     """
     check_is_no_adapter(model, "train_only")
-    if part == "transition" and drafter.transition is None:
-        raise UserValueError(
-            "`train_only='transition'` needs a drafter with transitions, and this one has none. Load it with "
-            "`GumihoModel.from_pretrained(name, transition_rank=64)`."
-        )
-    if part == "parallel" and not len(drafter.mlp):
-        raise UserValueError(
-            "`train_only='parallel'` needs a drafter with parallel heads, and this one has none. Leave `train_only` "
-            "out, or make one with `num_parallel_heads`."
-        )
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(name.startswith(tuple(f"{module}." for module in PARTS[part])))
+    if not any(parameter.requires_grad for parameter in drafter.parameters()):
+        raise UserValueError(
+            f"`train_only={part!r}` needs a drafter that has this part. Load it with `num_parallel_heads` or "
+            f"`transition_rank=64`, or leave `train_only` out."
+        )
 
 
 def count_broken(drafter: nn.Module) -> torch.Tensor:

@@ -56,13 +56,8 @@ class GumihoDataCollator:
             padding = [torch.arange(ids.shape[1] - len(of_row), device="cpu") for of_row in positions]
             batch["position_ids"] = torch.stack([torch.cat(pair) for pair in zip(positions, padding, strict=True)])
         for name in _STATES:
-            states = [torch.as_tensor(row[name], device="cpu") for row in rows if row.get(name) is not None]
-            if len(states) not in (0, len(rows)):
-                raise UserValueError(
-                    f"Some rows of a batch hold `{name}`, and others do not. Train on one kind alone."
-                )
-            if states:
-                batch[name] = self._pad(states)
+            if rows[0].get(name) is not None:
+                batch[name] = self._pad([torch.as_tensor(row[name], device="cpu") for row in rows])
         return batch
 
     def _pad(self, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,27 +1,33 @@
 """The target's features on disk, so that a drafter is trained without running the target, or even having it.
 
 A cache is a folder: `made_from.json` says what it was made from, `target/` has the target's config, tokenizer, token
-embedding and output head, and each `shard-*.safetensors` some rows with their numbers. A shard gets its name when it
-is complete, and never changes then.
+embedding and output head, and each `shard-*.safetensors` some rows with their numbers. Shards are only ever added: one
+gets its name when it is complete, and never changes then.
 """
 
 import copy
+import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import ConcatDataset, Subset
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..commands import UserFileNotFoundError, UserValueError
 from ..generation.verification.target_states import OutputHead, TargetStates
+from ..generation.verification.traits import input_device
 from ..model.modeling_gumiho import GumihoModel
 from ..model.target_shape import TargetLayers
+from ..model.token_embedding import fitting_rows
 from .data.manifest import MADE_FROM, Manifest
+from .data.run_files import os_errors_named
 from .target_features import OnlineFeatures
 
 
@@ -44,33 +50,34 @@ class FeatureDataset(torch.utils.data.Dataset):
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: The cache is incomplete or of an earlier version, or a file of it is damaged.
+        ValueError: The cache is incomplete, or a file of it is damaged.
     """
 
     def __init__(self, folder: str | Path, verify: bool = False):
         self.folder = Path(folder).absolute()  # rows are read later, wherever the program is then
         self.manifest = manifest_of_cache(self.folder)
         self._shards = shards_of(self.folder)
-        found = [rows_of(path) for path in self._shards]
-        num_rows = sum(len(lengths) for _, lengths in found)
-        wanted = self.manifest.made_from.get("num_rows", 1)
-        if num_rows < wanted:
+        rows = list[tuple[int, int, int, int]]()  # number, length, shard and place in it
+        for shard, path in enumerate(self._shards):
+            start = 0
+            for number, length in rows_of(path):
+                rows.append((number, length, shard, start))
+                start += length
+        rows.sort()
+        self.made_from = self.manifest.made_from
+        if len(rows) < (wanted := self.made_from.get("num_rows", 1)):
             raise UserValueError(
-                f"The feature cache {str(folder)!r} has {num_rows} of {wanted} rows. Run what wrote it again: it "
+                f"The feature cache {str(folder)!r} has {len(rows)} of {wanted} rows. Run what wrote it again: it "
                 f"continues where it was stopped."
             )
-        numbers = torch.cat([numbers for numbers, _ in found])
-        order = numbers.argsort()
-        lengths = torch.cat([lengths for _, lengths in found])
-        places = [(shard, at) for shard, (_, own) in enumerate(found) for at in (own.cumsum(0) - own).tolist()]
-        self.lengths: list[int] = lengths[order].tolist()
-        self._places = [places[row] for row in order.tolist()]
-        self.made_from = self.manifest.made_from
+        self.lengths = [length for _, length, *_ in rows]
+        self._places = [(shard, start) for *_, shard, start in rows]
         if recording := self.made_from.get("recording"):
-            first, last = numbers.min().item(), numbers.max().item()
-            self.made_from = self.made_from | {"data": f"rows {first} to {last} of the recording {recording}"}
+            numbers = f"rows {rows[0][0]} to {rows[-1][0]}"
+            self.made_from = self.made_from | {"data": f"{numbers} of the recording {recording}"}
         for path in [*self._shards, self.folder / TARGET_FOLDER / WEIGHTS] if verify else ():
-            _verify(path)
+            if checksum(tensors_of(path)) != (open_file(path).metadata() or {}).get("checksum"):
+                raise damaged(path, "it has another checksum")
         self._open: dict[int, Any] = {}
         names = set(open_file(self._shards[0]).keys())
         self.columns = sorted(names - {NUMBERS, LENGTHS, *STATES})
@@ -109,7 +116,7 @@ class CachedFeatures:
 
     Raises:
         FileNotFoundError: The folder holds no cache.
-        ValueError: It is damaged, or of an earlier version.
+        ValueError: It is damaged.
     """
 
     def __init__(self, folder: str | Path):
@@ -174,20 +181,11 @@ TargetFeatures = OnlineFeatures | CachedFeatures
 
 
 def manifest_of_cache(folder: Path) -> Manifest:
-    """Returns a cache's manifest; raises `FileNotFoundError` for no cache, `ValueError` for an earlier version's."""
-    check_version(folder)
+    """Returns a cache's manifest; raises `FileNotFoundError` for no cache."""
     manifest = Manifest(folder)
     if "dtype" not in manifest.made_from:
         raise UserFileNotFoundError(f"{str(folder)!r} is no feature cache: it has no {MADE_FROM} of one.")
     return manifest
-
-
-def check_version(folder: Path) -> None:
-    """Raises `ValueError` for a cache of an earlier version."""
-    if (folder / "cache.json").exists():
-        raise UserValueError(
-            f"An earlier version wrote the feature cache {str(folder)!r}. Delete it, and run what wrote it again."
-        )
 
 
 def layer_fields(layers: TargetLayers | None) -> dict[str, Any]:
@@ -222,11 +220,12 @@ def rows_without_states(dataset: Any, indices: Iterable[int]) -> Iterator[dict[s
 
 def row_lengths(dataset: Any) -> list[int] | None:
     """Returns the tokens of each row of a dataset without reading states; `None` for a stream or an unknown class."""
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        places = located(dataset)
-        holders = {id(holder): holder for holder, _ in places}
-        lengths = {key: row_lengths(holder) for key, holder in holders.items()}
-        return None if None in lengths.values() else [(lengths[id(holder)] or [])[index] for holder, index in places]
+    if isinstance(dataset, Subset):
+        lengths = row_lengths(dataset.dataset)
+        return None if lengths is None else [lengths[index] for index in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        parts = [row_lengths(part) for part in dataset.datasets]
+        return None if None in parts else [length for part in parts for length in part or ()]
     if isinstance(dataset, FeatureDataset):
         return dataset.lengths
     if hasattr(dataset, "with_format"):  # of the library `datasets`, which recording does not need
@@ -246,16 +245,17 @@ def is_complete(folder: Path) -> bool:
 
 def shards_of(folder: Path) -> list[Path]:
     """Returns the shards of a cache, of each process in the order in which it wrote them."""
-    return sorted(folder.glob("shard-*.safetensors"))
+    return sorted(folder.glob("shard-*.safetensors"), key=lambda path: (len(path.name), path.name))
 
 
-def rows_of(shard: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the numbers `(N,)` and lengths `(N,)` of a shard's rows; raises `ValueError` where it is damaged."""
+def rows_of(shard: Path) -> list[tuple[int, int]]:
+    """Returns the numbers and lengths of a shard's rows; raises `ValueError` where it is damaged."""
     file = open_file(shard)
     try:
-        return file.get_tensor(NUMBERS), file.get_tensor(LENGTHS)
+        columns = [file.get_tensor(name).tolist() for name in (NUMBERS, LENGTHS)]
     except SafetensorError as error:
         raise damaged(shard, error) from error
+    return list(zip(*columns, strict=True))
 
 
 def open_file(path: Path) -> Any:
@@ -287,7 +287,76 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
     return str(found)
 
 
-def _verify(path: Path) -> None:
-    """Raises `ValueError` where a file is not what was written."""
-    if checksum(tensors_of(path)) != (open_file(path).metadata() or {}).get("checksum"):
-        raise damaged(path, "it has another checksum")
+class CacheWriter:
+    """Adds shards to a cache, under names that no other process gives."""
+
+    def __init__(self, folder: Path, process_index: int = 0):
+        self._prefix = f"{folder}/shard-{process_index:03d}-"
+        before = [path.stem.rpartition("-")[2] for path in shards_of(folder) if str(path).startswith(self._prefix)]
+        self._next = max(map(int, before), default=-1) + 1
+
+    def save(self, rows: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Writes a shard of rows, given by their numbers; raises `OSError` where it cannot be written."""
+        path = Path(f"{self._prefix}{self._next:05d}.safetensors")
+        lengths = [len(row["input_ids"]) for row in rows.values()]
+        places = {NUMBERS: torch.tensor([*rows], device="cpu"), LENGTHS: torch.tensor(lengths, device="cpu")}
+        names = next(iter(rows.values()))
+        _save(places | {name: torch.cat([row[name] for row in rows.values()]) for name in names}, path)
+        self._next += 1
+
+
+def missing_rows(folder: Path, lengths: Sequence[int]) -> list[int]:
+    """Returns the numbers of the rows, of these lengths, that no shard of a cache holds."""
+    there = {number for path in shards_of(folder) for number, _ in rows_of(path)}
+    return [number for number in range(len(lengths)) if number not in there]
+
+
+def delete_unfit(folder: Path, lengths: Sequence[int] | None = None) -> None:
+    """Deletes files of a cache that were cut, and shards of rows that have other lengths than these."""
+    for path in folder.glob("**/*.partial"):
+        path.unlink()
+    for path in shards_of(folder):
+        fits = False
+        with suppress(ValueError):
+            rows = rows_of(path)
+            fits = lengths is None or all(n < len(lengths) and lengths[n] == length for n, length in rows)
+        if not fits:
+            path.unlink()
+
+
+def write_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes what a cache knows of its target, where that is not there, or was cut."""
+    with suppress(ValueError):
+        open_file(folder / TARGET_FOLDER / WEIGHTS)
+        return
+    embedding = target.get_input_embeddings().weight
+    weights = {"embed_tokens.weight": fitting_rows(embedding, *embedding.shape)} | _head_weights(target)
+    for part in (target.config, tokenizer):
+        part.save_pretrained(folder / TARGET_FOLDER)
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+    _save(weights, folder / TARGET_FOLDER / WEIGHTS)
+
+
+@torch.no_grad()
+def _head_weights(target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the weight and bias of the output head; of a wrapped one (adapters, offloading) those it amounts to."""
+    head = target.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight.device.type != "meta":
+        return {f"lm_head.{name}": parameter for name, parameter in head.named_parameters()}
+    width = getattr(head, "in_features", target.get_input_embeddings().weight.shape[1])
+    probe = torch.eye(width, dtype=target.dtype, device=input_device(target))
+    bias = head(torch.zeros_like(probe[:1]))[0]
+    return {"lm_head.weight": (head(probe) - bias).T, "lm_head.bias": bias}
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file with its checksum, or none; raises `OSError` where the disk is full."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with os_errors_named(path):
+            save_file(tensors, partial, {"checksum": checksum(tensors)})
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -2,50 +2,47 @@
 
 import errno
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import has_length
 
 from ..commands import UserOSError, UserValueError
 from ..generation.verification.target_states import TargetStates
 from ..generation.verification.traits import input_device
 from ..model.target_shape import TargetLayers, resolve_layer_ids, state_width
-from .cache_writer import CacheWriter, delete_unfit, missing_rows, write_target
-from .collator import OTHER_MARKS, TEXT_NUMBERS, GumihoDataCollator, loss_mask_of, positions_of
+from .collator import TEXT_NUMBERS, GumihoDataCollator, positions_of
 from .data.bars import progress_bar
 from .data.budget import within_budget
 from .data.fingerprint import conversations_fingerprint, model_fingerprint, tokenizer_fingerprints
 from .data.manifest import Manifest
+from .data.preparation import plain_rows
 from .data.run_files import sole_writer
 from .data.target_runs import why_not_finite
-from .feature_cache import check_version, layer_fields, row_lengths
+from .feature_cache import CacheWriter, delete_unfit, layer_fields, missing_rows, row_lengths, write_target
 from .target_features import OnlineFeatures
 
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 DEFAULT_SHARD_BYTES, DEFAULT_BATCH_TOKENS = 2**29, 2048
 Rows = dict[int, dict[str, torch.Tensor]]  # by their index
 
 
 def cache_size(
-    dataset: "Dataset",
+    dataset: Dataset,
     target_config: PreTrainedConfig,
     dtype: torch.dtype,
     target_layer_ids: Sequence[int] | TargetLayers | None = None,
 ) -> int:
     """Returns the bytes that the features of a prepared dataset will take; arguments as in [`write_feature_cache`]."""
-    layers = _layers(target_config, target_layer_ids)
-    token_bytes = state_bytes(target_config, dtype, layers) + 4 * len(_columns(dataset))
-    return sum(row_lengths(dataset) or ()) * token_bytes
+    states = state_bytes(target_config, dtype, _layers(target_config, target_layer_ids))
+    return sum(row_lengths(dataset) or ()) * (states + 4 * len(_columns(dataset)))
 
 
 def state_bytes(target_config: PreTrainedConfig, dtype: torch.dtype, layers: TargetLayers | None) -> int:
@@ -60,8 +57,16 @@ def _layers(target_config: PreTrainedConfig, layers: Sequence[int] | TargetLayer
     return TargetLayers.of(resolve_layer_ids(target_config, layers))
 
 
+def _columns(dataset: Dataset) -> list[str]:
+    """Returns the columns of a cache: positions only where marks of any library say that a row holds several texts."""
+    found = {*dataset.column_names}
+    numbers = found & {"seq_lengths", *TEXT_NUMBERS}
+    is_packed = "position_ids" in found or (numbers and any(positions_of(row) is not None for row in dataset))
+    return ["input_ids", "loss_mask", *["position_ids"] * bool(is_packed)]
+
+
 def write_feature_cache(
-    dataset: "Dataset",
+    dataset: Dataset,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
@@ -90,28 +95,28 @@ def write_feature_cache(
         made_from: What identifies the cache, where that is known without looking at the loaded target and the rows.
 
     Raises:
-        ValueError: The folder holds a cache of something else, the dataset has no rows of `input_ids` that the target
-            knows, the target does not have these layers, or the features do not fit into `dtype`.
+        ValueError: The folder holds a cache of something else, the dataset is a stream, empty or has tokens that the
+            target lacks, the target does not have these layers, or the features do not fit into `dtype`.
         OSError: The disk is too small or full, or another run writes there. What is written stays.
     """
-    rows = _checked(dataset, dtype)
+    dataset = plain_rows(dataset)
     folder, state = Path(folder).absolute(), PartialState()
     layers = _layers(target.config, target_layer_ids)
-    features, lengths, model = OnlineFeatures(target, layers), row_lengths(rows) or [], model_fingerprint(target)
+    lengths = row_lengths(dataset) or []
+    features, model = OnlineFeatures(target, layers), model_fingerprint(target)
     if made_from is None:
-        made_from = {"target": model, "data": conversations_fingerprint(rows), **tokenizer_fingerprints(tokenizer)}
+        made_from = {"target": model, "data": conversations_fingerprint(dataset), **tokenizer_fingerprints(tokenizer)}
     made_from = made_from | {"dtype": str(dtype).removeprefix("torch."), **layer_fields(layers)}
-    facts = {"model": model, "num_rows": len(rows), "target_name": target.config.name_or_path}
+    facts = {"model": model, "num_rows": len(dataset), "target_name": target.config.name_or_path}
     folder.mkdir(parents=True, exist_ok=True)
     with sole_writer(folder) if state.is_main_process else nullcontext():
-        check_version(folder)
         manifest = Manifest(folder)
         manifest.check(made_from, "Extract features into another folder, or delete this one.")
         state.wait_for_everyone()
         if state.is_main_process:
             delete_unfit(folder, lengths)
             missing = missing_rows(folder, lengths)
-            _check_space(folder, cache_size(rows.select(missing), target.config, dtype, layers))
+            _check_space(folder, cache_size(dataset.select(missing), target.config, dtype, layers))
             manifest.write(made_from | facts)
             write_target(target, tokenizer, folder)
         state.wait_for_everyone()
@@ -121,29 +126,11 @@ def write_feature_cache(
         num_tokens = sum(lengths[row] for batch in batches for row in batch)
         settings = {"unit": "token", "unit_scale": True, "disable": not (batches and state.is_local_main_process)}
         with progress_bar(desc="extracting features", total=num_tokens, **settings) as bar:
-            found = _extract(rows, batches, features, dtype, bar.update)
+            found = _extract(dataset, batches, features, dtype, bar.update)
             _save_rows(found, CacheWriter(folder, state.process_index), shard_bytes)
         state.wait_for_everyone()
         if state.is_main_process:
             manifest.write(made_from | facts, is_finished=True)
-
-
-def _checked(dataset: Any, dtype: torch.dtype) -> "Dataset":
-    """Returns the columns of a dataset that a cache holds; raises `ValueError` for what has no features."""
-    found = getattr(dataset, "column_names", None) or ()
-    if "input_ids" not in found or not has_length(dataset) or not len(dataset):
-        raise UserValueError(
-            f"Features are those of the `input_ids` of a `datasets.Dataset` with rows, got {dataset!s:.100}. Prepare "
-            f"it with `prepare_dataset`."
-        )
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UserValueError(f"`dtype` must be a floating one such as `torch.bfloat16`, got {dtype!r}.")
-    columns = _columns(dataset)
-    if "loss_mask" not in found and "loss_mask" in columns:
-        dataset = dataset.map(_marked)
-    if "position_ids" not in found and "position_ids" in columns:
-        dataset = dataset.map(lambda row: {"position_ids": positions_of(row) or [*range(len(row["input_ids"]))]})
-    return dataset.select_columns(columns)
 
 
 def _save_rows(found: Iterator[Rows], writer: CacheWriter, shard_bytes: int) -> None:
@@ -166,31 +153,37 @@ def _save_rows(found: Iterator[Rows], writer: CacheWriter, shard_bytes: int) -> 
 
 
 def _extract(
-    dataset: "Dataset", batches: list[list[int]], features: OnlineFeatures, dtype: torch.dtype,
+    dataset: Dataset, batches: list[list[int]], features: OnlineFeatures, dtype: torch.dtype,
     report: Callable[[int], Any],
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yields the rows of each batch."""
+    """Yields the rows of each batch: the host takes its states while the device computes those of the next one."""
     collate = GumihoDataCollator(features.config.get_text_config(decoder=True).vocab_size)
+    columns = _columns(dataset)
     device = input_device(features.target)
-    arrive: Callable[[], Rows] | None = None
-    for batch in batches:
-        chosen = {index: dataset[index] for index in batch}
-        states = features.states({name: t.to(device) for name, t in collate(list(chosen.values())).items()})
-        # The host takes the states of a batch while the device computes those of the next one.
-        before, arrive = arrive, _send_to_host(chosen, states, features, dtype)
-        if before is not None:
-            yield before()
-        report(sum(len(row["input_ids"]) for row in chosen.values()))
-    if arrive is not None:
-        yield arrive()
+    arriving: deque[Callable[[], Rows]] = deque()
+    for numbers in batches:
+        chosen = [dataset[number] for number in numbers]
+        batch = collate(chosen)
+        lengths = [len(row["input_ids"]) for row in chosen]
+        states = features.states({name: tensor.to(device) for name, tensor in batch.items()})
+        batch.setdefault(
+            "position_ids", torch.arange(batch["input_ids"].shape[1], device="cpu").expand(len(chosen), -1)
+        )
+        of_tokens = {name: batch[name].int() for name in columns}
+        arriving.append(_send_to_host(dict(zip(numbers, lengths, strict=True)), of_tokens, states, features, dtype))
+        if len(arriving) > 1:
+            yield arriving.popleft()()
+        report(sum(lengths))
+    yield from (arrive() for arrive in arriving)
 
 
 def _send_to_host(
-    chosen: dict[int, dict[str, Any]], states: TargetStates, features: OnlineFeatures, dtype: torch.dtype
-) -> Callable[[], Rows]:
+    lengths: dict[int, int], of_tokens: dict[str, torch.Tensor], states: TargetStates, features: OnlineFeatures,
+    dtype: torch.dtype,
+) -> Callable[[], Rows]:  # fmt: skip
     """
-    Begins to copy the states of a batch. The function that it returns waits for them, and returns the rows; it raises
-    `ValueError` where states are not finite in the cache's dtype.
+    Begins to copy the states of rows of these lengths, by their numbers. The function that it returns waits for them,
+    and returns the rows; it raises `ValueError` where states are not finite in the cache's dtype.
     """
     on_device = {"hidden_states": states.last}
     if features.layers is not None:
@@ -206,39 +199,22 @@ def _send_to_host(
             copied.synchronize()
         for name, kept in on_host.items():
             if not torch.isfinite(kept).all():
-                _refuse(on_device[name], kept.dtype)
+                if not torch.isfinite(on_device[name]).all():
+                    raise UserValueError(why_not_finite(on_device[name].dtype))
+                wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
+                raise UserValueError(
+                    f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`)."
+                )
+        columns = of_tokens | on_host
         return {
-            index: {name: torch.tensor(values, dtype=torch.int32, device="cpu") for name, values in row.items()}
-            | {name: kept[number, : len(row["input_ids"])] for name, kept in on_host.items()}
-            for number, (index, row) in enumerate(chosen.items())
+            number: {name: tensor[place, :length] for name, tensor in columns.items()}
+            for place, (number, length) in enumerate(lengths.items())
         }
 
     return arrive
 
 
-def _refuse(states: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises `ValueError` for states that are not finite in this dtype."""
-    if not torch.isfinite(states).all():
-        raise UserValueError(why_not_finite(states.dtype))
-    wider = torch.bfloat16 if dtype == torch.float16 else torch.float32
-    raise UserValueError(f"The target's states are too large for {dtype}. Keep them as {wider} (`--features_dtype`).")
-
-
-def _marked(row: dict[str, Any]) -> dict[str, list[int]]:
-    """Returns which states of a row count, as other libraries' marks say."""
-    positions = positions_of(row)
-    return {"loss_mask": loss_mask_of(row, None if positions is None else torch.tensor(positions)).tolist()}
-
-
-def _columns(dataset: "Dataset") -> list[str]:
-    found = set(dataset.column_names)
-    found |= {"loss_mask"} if found & {*OTHER_MARKS} else set()
-    found |= {"position_ids"} if found & {"seq_lengths", *TEXT_NUMBERS} and any(map(positions_of, dataset)) else set()
-    return [name for name in ("input_ids", "loss_mask", "position_ids") if name in found]
-
-
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises `OSError` where the rows that are missing will not fit on the disk."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise UserOSError(
             errno.ENOSPC,

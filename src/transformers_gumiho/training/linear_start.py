@@ -1,7 +1,6 @@
 """An untrained drafter that begins as the best linear guess of the target's next state."""
 
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +9,6 @@ from transformers import Trainer
 
 from ..commands import UserValueError
 from ..model.modeling_gumiho import GumihoModel
-from .arguments import GumihoTrainingArguments
-from .data.budget import within_budget
 from .data.target_runs import why_not_finite
 
 
@@ -22,7 +19,6 @@ NUM_TOKENS = 50_000
 RIDGE = 1e-4
 # Next to the mean of the diagonal, for inputs that are always zero.
 _MIN_RIDGE = 1e-12
-_MAX_ROWS_PER_READING = 8
 
 
 class LinearFit:
@@ -78,13 +74,13 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
 
 
 def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, over some rows at a time."""
+    """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, row by row."""
     dataset = trainer.train_dataset
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
     # No more rows than tokens are needed: where few have answers, this ends, too.
     rows = itertools.islice(dataset if streams else map(dataset.__getitem__, range(len(dataset))), NUM_TOKENS)
-    for some in _passes(rows, trainer.args):
-        batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator(some).items()}
+    for row in rows:
+        batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator([row]).items()}
         states = trainer.target_features.states(batch)
         if not torch.isfinite(states.last).all():
             raise UserValueError(why_not_finite(states.last.dtype))
@@ -95,11 +91,3 @@ def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.T
         embeddings = drafter.embed_tokens(batch["input_ids"][:, 1:][counts].to(read.device))
         counts = counts.to(read.device)
         yield torch.cat((embeddings.to(read), read[:, :-1][counts]), dim=-1), states.last.to(read)[:, 1:][counts]
-
-
-def _passes(rows: Iterator[Any], args: GumihoTrainingArguments) -> Iterator[list[Any]]:
-    """Yields rows, as many at a time as a pass of the training may have."""
-    while some := list(itertools.islice(rows, min(args.train_batch_size, _MAX_ROWS_PER_READING))):
-        lengths = [len(row["input_ids"]) for row in some]
-        for numbers in within_budget(range(len(some)), lengths, args.pass_budget or sys.maxsize):
-            yield [some[number] for number in numbers]

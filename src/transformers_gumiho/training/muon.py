@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..commands import UserImportError, UserValueError
+from ..commands import UserValueError
 from .arguments import GumihoTrainingArguments
 
 
@@ -35,34 +35,25 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for inner in self._inner.values() for group in inner.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Updates all parameters once; returns the closure's loss, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:  # trainers give no closure
+        """Updates all parameters once."""
         for uses_muon, inner in self._inner.items():
             # A checkpoint that was loaded replaced both.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["uses_muon"] == uses_muon]
             inner.step()
-        return loss
 
 
 def muon_of(args: GumihoTrainingArguments) -> tuple[type[MuonWithAdamW], dict[str, Any]] | None:
     """
-    Returns the optimizer for `muon=True`, as `Trainer` takes it, else `None`. Raises `ImportError` where PyTorch has
-    no Muon, and `ValueError` for DeepSpeed, which splits the parameters into vectors.
+    Returns the optimizer for `muon=True`, as `Trainer` takes it, else `None`. Raises `ValueError` for DeepSpeed, which
+    splits the parameters into vectors.
     """
     if not args.muon:
         return None
     if args.deepspeed_plugin is not None:
         raise UserValueError(
             "`muon=True` needs full matrices, and DeepSpeed splits them. Use DDP, FSDP, or `muon=False`."
-        )
-    if not hasattr(torch.optim, "Muon"):
-        raise UserImportError(
-            f"`muon=True` needs PyTorch 2.9 or later, and this is {torch.__version__}. Install it, or drop `muon`."
         )
     betas = (args.adam_beta1, args.adam_beta2)
     return MuonWithAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}

@@ -15,7 +15,7 @@ from ..model.modeling_gumiho import GumihoModel
 from ..model.outputs import GumihoOutput
 from .data.target_runs import ONE_ROW_EACH
 from .losses.chunked import DEFAULT_CHUNK_SIZE, pieces
-from .losses.positions import select_positions
+from .losses.positions import WHAT_COUNTS, select_positions
 from .losses.predictors import LossWeights, Predictor, predictions_of
 from .losses.terms import TERMS, LMHead, Readout
 
@@ -88,8 +88,7 @@ def agreement_metrics(table: np.ndarray, drafter_predictors: Sequence[Predictor]
     """
     if not table[..., POSITIONS].any():
         raise UserValueError(
-            "The evaluation data has no state that counts, so there is nothing to evaluate. A state counts where its "
-            "token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for all other tokens)."
+            f"The evaluation data has no state that counts, so there is nothing to evaluate. {WHAT_COUNTS}"
         )
     sums = table.sum(axis=0, dtype=np.float64)
     means = sums / np.maximum(sums[:, POSITIONS : POSITIONS + 1], 1)

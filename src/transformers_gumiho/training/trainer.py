@@ -50,7 +50,7 @@ class GumihoTrainer(TokenBudgetTrainer):
     position k, and the `expected_acceptance_length` that these imply.
 
     Raises:
-        TypeError: `args`, `model` or `target` is of another type.
+        TypeError: `args` or `model` is of another type.
         ValueError: The drafter was not made for the target, the rows are of another target than the features, or an
             adapter cannot hold what is to be trained.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..model.checkpoint_files import plain_name
-from ..model.draft_vocabulary import is_vocabulary_entry
+from ..model.draft_vocabulary import VOCABULARY_ENTRY
 from ..model.serial_head import GumihoSerialHead
 from .chain import ChainParts
 
@@ -72,7 +72,7 @@ def is_readable(config: Any, name: str) -> bool:
     """
     if of_a_head := _OF_A_HEAD.fullmatch(name):
         return int(of_a_head[1] or 0) <= config.num_residual_blocks
-    if name == EMBEDDING or is_vocabulary_entry(name):
+    if name == EMBEDDING or VOCABULARY_ENTRY.fullmatch(name):
         return True
     return name in expected_names(config, ChainParts(config.num_serial_tokens, 0))
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix, process_eagle_weight
 
-from ..model.draft_vocabulary import entry_token_ids, is_vocabulary_entry, is_vocabulary_mask
+from ..model.draft_vocabulary import VOCABULARY_ENTRY, VOCABULARY_MASK, entry_token_ids
 from .chain import ChainParts
 from .checkpoint import FUSION, copy_tensor, drafter_name, expected_names, is_of_a_head, is_readable
 from .contract import check_signatures
@@ -216,12 +216,12 @@ class GumihoForCausalLM(EagleLlamaForCausalLM):
             places[FUSION] = self.state_fusion.weight.data
         for given, tensor in weights:
             name = drafter_name(given)
-            if name is None or is_vocabulary_mask(name):
+            if name is None or VOCABULARY_MASK.fullmatch(name):
                 continue
             seen.add(name)
             if name in places:
                 copy_tensor(name, tensor, places[name])
-            elif is_vocabulary_entry(name):
+            elif VOCABULARY_ENTRY.fullmatch(name):
                 self._adopt_vocabulary(name, tensor)
             elif is_readable(self.config, name) and not is_of_a_head(name):
                 process_eagle_weight(self, name)

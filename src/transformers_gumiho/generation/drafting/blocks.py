@@ -16,16 +16,16 @@ from .transitions import condition
 class MarkovTransitions:
     """
     What the token above a draft adds to the draft's logit by the Markov head of DSpark, for the `K` tokens that may be
-    drafted, whose ids are `token_ids` `(K,)`. One head serves all depths.
-
-    At depth 1 the token above is known, so that its term is added for all tokens ([`of_roots`]). Below, it is added
-    for pairs of candidates alone ([`apply`]), as the transitions of parallel heads are.
+    drafted, whose ids are `token_ids` `(K,)`. At depth 1 the token above is known, so that its term is added for all
+    tokens ([`of_roots`]). Below, it is added for pairs of candidates alone ([`apply`]).
     """
 
     def __init__(self, model: GumihoModel, token_ids: torch.Tensor | None):
         head = model.markov_head
-        self._above, self._below = head.markov_w1.weight.detach(), head.markov_w2.weight.detach()
-        self._ids = self._rows = None if token_ids is None else token_ids.to(self._above.device)
+        self._above = head.markov_w1.weight.detach()
+        self._below = head.markov_w2.weight.detach()
+        self._ids = None if token_ids is None else token_ids.to(self._above.device)
+        self._rows = self._ids
         if self._ids is not None and (scored := model.own_tokens()) is not None:
             # Row i of `w2` is of the i-th token that the drafter's own head scores.
             row_of = torch.zeros(len(self._above), dtype=torch.long, device=scored.device)
@@ -42,38 +42,32 @@ class MarkovTransitions:
     ) -> torch.Tensor:
         """
         Returns the log-probabilities `(B, D, 1, M, M)` of candidates under each one of the depth above, as
-        [`DraftTransitions.apply`] does. Those of depth 1 have the term of the root, and are the same in every case.
-
-        Args:
-            roots: Not read.
-            tokens (`(B, D, 1, M)`): The candidates, as indices from 0 to `K - 1`.
-            log_probs (`(B, D, 1, M)`): What the block says of them.
-            scales (`(D, 1, 1, 1)`): Factors of the logits of each depth.
+        [`DraftTransitions.apply`] does. Those of depth 1, which have the term of the root, are the same in every case.
         """
         first = log_probs[:, :1, :, None].expand(-1, -1, -1, tokens.shape[3], -1)
         candidates = tokens.to(self._above.device)
         ids = candidates if self._ids is None else self._ids[candidates]
         rows = candidates if self._rows is None else self._rows[candidates]
-        above, below = embedding(ids[:, :-1], self._above).float(), embedding(rows[:, 1:], self._below).float()
+        above = embedding(ids[:, :-1], self._above).float()
+        below = embedding(rows[:, 1:], self._below).float()
         offsets = (above @ below.transpose(-1, -2)).to(log_probs.device) * scales[1:]
         return torch.cat((first, condition(log_probs[:, 1:], offsets)), dim=1)
 
 
 class BlockCandidateGenerator(GumihoCandidateGenerator):
     """
-    Makes the draft trees of a block drafter. What it shares with others, it inherits: pauses, prompt lookup, shapes,
-    scores and the recombination of tokens that one pass predicts, here with no serial tokens above them.
-
-    Its cache holds the target's states alone. They have keys and values, and no queries: reading the text is a product
-    for each layer. The entries of a block come after them, and are overwritten by the next ones.
+    Makes the draft trees of a block drafter: the recombination of tokens that one pass predicts, with no serial tokens
+    above them. Its cache holds keys and values of the target's states alone. The entries of a block come after them,
+    and are overwritten by the next ones.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         model, config = self.assistant_model, self.assistant_model.config
         self._body: Any = model.serial_head
-        # For each layer whether it has a window, and whether it is causal within a block.
-        self._kinds = list(zip(config.attention_windows or (), config.attention_causal or (), strict=True))
+        # For each layer its window, and whether it is causal within a block.
+        windows, are_causal = config.attention_windows or (), config.attention_causal or ()
+        self._kinds = list(zip(windows, are_causal, strict=True))
         # The first query may predict nothing.
         num_queries = self.settings.tree_depth + (not config.sample_from_anchor)
         self._in_block = torch.arange(num_queries, device=self.device)
@@ -82,13 +76,12 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
 
     @staticmethod
     def _num_uncommitted(assistant_model: GumihoModel, settings: DraftingSettings) -> int:
-        """Returns how many slots of the drafter's cache a cycle needs beside those of the text."""
         return settings.longest_path + 1 + settings.tree_depth + 1
 
     def _read_chunk(
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds a part of the prompt to the cache: states that `read_target` has made, `(B, n, H)`."""
+        # The session has read them by `read_target`.
         with self.around_pass():
             self._body.write_context(self.assistant_model, target_states, position_ids, self.cache)
         return target_states
@@ -96,18 +89,16 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
     def _run_committed(
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Adds states of the target to the cache. Returns what they were made into, `(B, n, H)`."""
         with self.around_pass():
             context = self.assistant_model.read_target(target_states)
             self._body.write_context(self.assistant_model, context, position_ids, self.cache)
         return context
 
     def _draft_levels(self, newest: NewestTokens, noise: torch.Tensor | None) -> list[DraftLevel]:
-        """Drafts the levels of a tree: tokens of all depths at once, and the best of their combinations."""
         # 1. One pass predicts the tokens of all depths.
         states = self._run_mask_tokens(newest.tokens, newest.position_ids + 1)
-        states = states[:, -self.settings.tree_depth :]
-        logits = self.score(states[:, :, None]).float()  # (B, D, 1, K)
+        of_depths = states[:, -self.settings.tree_depth :, None]
+        logits = self.score(of_depths).float()  # (B, D, 1, K)
         roots = newest.tokens.to(logits.device)
         # 2. With a Markov head, that of depth 1 depends on the root.
         if self._transitions is not None:
@@ -131,6 +122,7 @@ class BlockCandidateGenerator(GumihoCandidateGenerator):
             visible = (offsets <= offsets[:, None] + reach).expand(batch_size, -1, -1)
             depths = offsets.expand(batch_size, -1)
             masks[window, is_causal] = self.cache.attention_mask(visible, depths, dtype, window)
-        features = self._run_serial_head(block, [masks[kind] for kind in self._kinds], position_ids + offsets)
+        of_layers = [masks[kind] for kind in self._kinds]
+        features = self._run_serial_head(block, of_layers, position_ids + offsets)
         self.cache.num_pending = 0
         return model.predict(features)

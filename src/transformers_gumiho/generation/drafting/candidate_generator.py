@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
-from ...model.decoding_settings import DraftingSettings
+from ...model.decoding_settings import NEVER_PAUSES, DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ..tree.draft_tree import DraftTree, bare_root, limit_depth, padded_root, single_path
 from ..tree.merging import merge_branch, take_better_chain
@@ -19,7 +19,7 @@ from ..verification.traits import input_device
 from ..verification.tree_cache import TreeCache
 from .context_drafts import ContextBranch, ContextDrafts
 from .drafter import GenerationView, GumihoDrafter, last_of_rows
-from .first_cycles import FirstCycles
+from .first_cycles import FirstCycles, first_cycles_of
 
 
 # The drafter pauses above this many lost tokens per row. Earlier gains offset at most MAX_GAINED of them.
@@ -37,9 +37,9 @@ DraftSource = Literal["drafter", "pause", "end"]
 class DraftOrigin:
     """
     Where the tokens of a draft tree come from: the "drafter", also if prompt lookup added some; "pause" if the drafter
-    is paused, with prompt-lookup drafts or the root alone; or "end" if one token is missing or the target's positions
-    have ended, with the root alone. Of a pause, `num_left` counts the remaining cycles after this one, and
-    `break_even` are the tokens per row that a drafted cycle must commit.
+    is paused, with prompt-lookup drafts or the root alone; or "end" with the root alone, if no draft can be accepted.
+    Of a pause, `num_left` counts the remaining cycles after this one, and `break_even` are the tokens per row that a
+    drafted cycle must commit.
     """
 
     source: DraftSource
@@ -91,7 +91,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
 
     Args:
         context ([`ContextDrafts`], *optional*): Drafts by prompt lookup.
-        break_even (`float`, *optional*): Tokens per row that a drafted cycle must commit to be as fast as plain
+        break_even (`float`, defaults to 1): Tokens per row that a drafted cycle must commit to be as fast as plain
             decoding. By default the drafter never pauses.
         first_cycles ([`FirstCycles`], *optional*): Counts what the first cycles with this drafter commit.
 
@@ -99,16 +99,15 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
     """
 
     context: ContextDrafts | None = None
-    break_even: float | None = None
+    break_even: float = NEVER_PAUSES
     first_cycles: FirstCycles | None = None
 
-    # Of transformers' protocol.
     requires_model_outputs: ClassVar[bool] = True
     model_kwargs_overrides: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pause = None if self.break_even is None else DraftingPause(self.break_even)
+        self._pause = DraftingPause(self.break_even)
         self._unread: list[CommittedTokens] = []  # committed since the drafter drafted last
         self._num_drafted = 0  # nodes of the drafter's newest tree, root not included
         self.origin = DraftOrigin("drafter")
@@ -138,7 +137,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         head, token_ids = head_for_drafting(target, assistant_model, settings.draft_vocabulary, device, dtype)
         is_own = assistant_model.config.owns_head
         head_module = assistant_model.lm_head if is_own else target.get_output_embeddings()
-        break_even = settings.break_even
+        source, break_even = assistant_model.config.converted_from, settings.break_even
         if break_even is None:
             num_computed = session.tokens_computed(settings.num_assistant_tokens)
             break_even = estimate_break_even(target, assistant_model, settings, num_rows, num_computed)
@@ -153,7 +152,7 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             generation=generation,
             context=_context_drafts(session, settings, generation, num_rows),
             break_even=break_even,
-            first_cycles=FirstCycles.of(target, assistant_model) if assistant_model.config.converted_from else None,
+            first_cycles=first_cycles_of(target, assistant_model, source) if source is not None else None,
         )
 
     @staticmethod
@@ -187,32 +186,35 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
         self.origin = self._next_origin(committed)
         is_drafted = self.origin.source == "drafter"
         # The drafter compiles one width. It cuts the tokens of several cycles to that width itself.
-        self._unread.append(committed if is_drafted and not self._unread else committed.narrow())
+        is_next = is_drafted and not self._unread
+        self._unread.append(committed if is_next else committed.narrow())
         if not is_drafted:
             return self._make_undrafted(branch, max_depth)
         # 3. The drafter reads what it has missed, and its tree competes with the branch.
-        tree = self.draft(CommittedTokens.join(self._unread).to(self.device)).to(committed.tokens.device)
-        self._unread, self._num_drafted = [], tree.tokens.shape[1] - 1
+        unread = CommittedTokens.join(self._unread).to(self.device)
+        self._unread = []
+        tree = self.draft(unread).to(committed.tokens.device)
+        self._num_drafted = tree.tokens.shape[1] - 1
         # The nodes are those of any cycle, so that as many tokens are accepted; the pass needs no deeper ones.
         return self._limit(self._add_branch(tree, branch), max_depth)
 
     def _limit(self, tree: DraftTree, max_depth: int | None) -> DraftTree:
-        return tree if max_depth is None else limit_depth(tree, max_depth, self.settings.branching_factor == 1)
+        if max_depth is None:
+            return tree
+        return limit_depth(tree, max_depth, is_path=self.settings.branching_factor == 1)
 
     def _next_origin(self, committed: CommittedTokens) -> DraftOrigin:
         """Counts the gain of the last cycle, and returns where the next tree comes from."""
-        pause = self._pause
         if self._num_drafted and self.origin.source == "drafter":
             is_open = [length > 0 for length in committed.accepted_lengths]
             right = [0] * len(is_open) if self.context is None else self.context.num_right
             num_open = max(sum(is_open), 1)
             tokens = sum(committed.accepted_lengths) / num_open
-            if pause is not None:
-                pause.observe(tokens, sum(compress(right, is_open)) / num_open)
+            self._pause.observe(tokens, sum(compress(right, is_open)) / num_open)
             if self.first_cycles is not None:
                 self.first_cycles.observe(tokens)
-        if pause is not None and pause.take_cycle():
-            return DraftOrigin("pause", pause.num_left, self.break_even)
+        if self._pause.take_cycle():
+            return DraftOrigin("pause", self._pause.num_left, self.break_even)
         return DraftOrigin("drafter")
 
     def _make_undrafted(self, branch: ContextBranch | None, max_depth: int | None) -> DraftTree:
@@ -226,18 +228,20 @@ class GumihoCandidateGenerator(GumihoDrafter, CandidateGenerator):
             return self._limit(tree, max_depth)
         if branch is None:
             return bare_root(root)
-        return single_path(root, branch.tokens[:, :max_depth], branch.scores[:, :max_depth])
+        tokens, scores = branch
+        return single_path(root, tokens[:, :max_depth], scores[:, :max_depth])
 
     def _add_branch(self, tree: DraftTree, branch: ContextBranch | None) -> DraftTree:
         """Returns the best nodes of a tree and a branch, as many as the tree has; of a chain, the better path."""
         settings = self.settings
         if branch is not None:
             merge = take_better_chain if settings.branching_factor == 1 else merge_branch
-            tree = merge(tree, branch.tokens, branch.scores)
+            tree = merge(tree, *branch)
         if self.context is None or not self.shapes.are_fixed:
             return tree
         # With fixed shapes all trees are equally deep, with or without a branch, drafted or not.
-        return replace(tree, depths=tree.depths.clamp(max=settings.longest_path), max_depth=settings.longest_path)
+        longest = settings.longest_path
+        return replace(tree, depths=tree.depths.clamp(max=longest), max_depth=longest)
 
     def get_candidates(
         self, input_ids: torch.Tensor, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any
@@ -277,8 +281,8 @@ def _context_drafts(
     # A prompt given as `inputs_embeds` has a mask, but no tokens.
     if mask is not None and generation.prompt_length == mask.shape[1]:
         starts = mask.long().argmax(dim=1).tolist()
-    vocab_size = session.traits.config.vocab_size
-    return ContextDrafts(generation.tokens_from, starts, num_tokens, settings.max_matching_ngram_size, vocab_size)
+    ngram_size, vocab_size = settings.max_matching_ngram_size, session.traits.config.vocab_size
+    return ContextDrafts(generation.tokens_from, starts, num_tokens, ngram_size, vocab_size)
 
 
 def estimate_break_even(
@@ -290,10 +294,9 @@ def estimate_break_even(
 ) -> float:
     """
     Returns the time of a drafted cycle in steps of plain decoding, as `1 + D / T`: `D` counts the parameters of all
-    passes of the drafter in a cycle, `T` those of the target's layers and output head. Of experts those count that one
-    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens. `num_computed`
-    are these nodes with what else the pass computes in each row: tokens that run again, and padding. `gumiho tune`
-    measures the value.
+    passes of the drafter in a cycle, `T` those of the target's layers and output head; of experts, those that one
+    token runs. On a CPU, `num_rows * nodes / 50` is added, because a pass takes longer for more tokens; `num_computed`
+    are these nodes with what else the pass computes in each row. `gumiho tune` measures the value.
     """
     estimate = 1 + _drafter_parameters(drafter, settings) / _target_parameters(target, drafter)
     if input_device(target).type == "cpu":
@@ -308,7 +311,9 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
     num_serial = min(config.num_serial_tokens, settings.tree_depth)
     num_heads = settings.tree_depth - num_serial
     text_config = config.get_text_config()
-    num_tokens = config.draft_vocab_size or text_config.vocab_size if vocabulary is None else len(vocabulary)
+    num_tokens = config.draft_vocab_size or text_config.vocab_size
+    if vocabulary is not None:
+        num_tokens = len(vocabulary)
     head = num_tokens * text_config.hidden_size
     # `fc` of an EAGLE-3 head or a block drafter reads the committed tokens alone.
     num_fusions = num_serial + bool(num_heads) if drafter.serial_head.fuses_tokens else 1
@@ -324,23 +329,23 @@ def _drafter_parameters(drafter: GumihoModel, settings: DraftingSettings) -> int
 
 def _target_parameters(target: PreTrainedModel, drafter: GumihoModel) -> int:
     """Counts the parameters that a step reads: layers and output head. An embedding gives one row per token."""
-    text_config = drafter.config.get_text_config()
-    modules = (module for module in find_decoder(target).modules() if not isinstance(module, nn.Embedding))
+    text_config, decoder = drafter.config.get_text_config(), find_decoder(target)
     per_token = _experts_per_token(target.config.get_text_config(decoder=True))
-    layers = sum(_num_read(parameter, per_token) for module in modules for parameter in module.parameters(False))
+    embeddings = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
+    layers = _size(decoder, per_token) - sum(map(_size, embeddings))
     return layers + text_config.vocab_size * text_config.hidden_size
 
 
 def _size(module: nn.Module, experts_per_token: int | None = None) -> int:
-    return sum(_num_read(parameter, experts_per_token) for parameter in module.parameters())
-
-
-def _num_read(parameter: torch.Tensor, experts_per_token: int | None) -> int:
-    """Returns how many numbers of a parameter a pass over one token reads."""
-    # transformers keeps the weights of all experts in one tensor (experts, rows, columns).
-    if experts_per_token is None or parameter.ndim != 3:
-        return parameter.numel()
-    return parameter[0].numel() * min(experts_per_token, len(parameter))
+    """Returns how many numbers of a module's parameters a pass over one token reads."""
+    size = 0
+    for parameter in module.parameters():
+        share = 1.0
+        # transformers keeps the weights of all experts in one tensor (experts, rows, columns).
+        if experts_per_token is not None and parameter.ndim == 3:
+            share = min(experts_per_token / len(parameter), 1.0)
+        size += round(parameter.numel() * share)
+    return size
 
 
 def _experts_per_token(config: Any) -> int | None:

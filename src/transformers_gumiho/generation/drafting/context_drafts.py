@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -27,19 +26,9 @@ _DECAY = 0.95
 _MIN_ESTIMATE = 0.02
 
 
-@dataclass(frozen=True)
-class ContextBranch:
-    """
-    A drafted path in each row.
-
-    Attributes:
-        tokens (`(B, M)`): The tokens from depth 1 down.
-        scores (`(B, M)`): Summed log-probabilities (nats) of the tokens down to each; minus infinity in rows
-            without a draft.
-    """
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
+# A drafted path in each row: its tokens `(B, M)` from depth 1 down, and the summed log-probabilities (nats) of the
+# tokens down to each, `(B, M)`; minus infinity in rows without a draft.
+ContextBranch = tuple[torch.Tensor, torch.Tensor]
 
 
 class MatchEstimates:
@@ -53,7 +42,8 @@ class MatchEstimates:
     def probability(self, length: int) -> float:
         """Returns the estimate for a match of `length` tokens, between 0 and 1, both excluded."""
         group = _GROUPS[min(length, LONGEST_MATCH)]
-        return (self._hits[group] + _EXPECTED[group] * _LASTING_COUNT) / (self._counts[group] + _LASTING_COUNT)
+        hits = self._hits[group] + _EXPECTED[group] * _LASTING_COUNT
+        return hits / (self._counts[group] + _LASTING_COUNT)
 
     def count(self, length: int, is_hit: bool) -> None:
         """Counts whether the token after a match of `length` tokens was the next one."""
@@ -63,14 +53,6 @@ class MatchEstimates:
 
 
 _GROUPS = [sum(length > bound for bound in _BOUNDS) for length in range(LONGEST_MATCH + 1)]
-
-
-@dataclass(frozen=True)
-class Match:
-    """An earlier occurrence of the newest `length` tokens, at most [`LONGEST_MATCH`], before the index `start`."""
-
-    start: int
-    length: int
 
 
 class NgramIndex:
@@ -95,18 +77,21 @@ class NgramIndex:
             ngrams = zip(*(followed[offset:] for offset in range(size)), strict=False)
             followers.update(zip(ngrams, itertools.count(first + size), strict=False))
 
-    def match(self) -> Match | None:
-        """Returns the newest earlier occurrence of the longest n-gram at the end of the text, if any."""
+    def match(self) -> tuple[int, int] | None:
+        """
+        Returns the newest earlier occurrence of the longest n-gram at the end of the text, if any: the index after it,
+        and how many of the newest tokens are the same there, at most [`LONGEST_MATCH`].
+        """
         for size in range(min(len(self._followers), len(self.tokens) - 1), 0, -1):
             start = self._followers[size - 1].get(tuple(self.tokens[-size:]))
             if start is not None:
-                return Match(start, self._match_length(start, size))
+                return start, self._match_length(start, size)
         return None
 
-    def continuation(self, match: Match, num_tokens: int) -> list[int]:
-        """Returns the tokens after a match. If the text ends, they repeat from the start of the match."""
-        period = len(self.tokens) - match.start
-        return [self.tokens[match.start + offset % period] for offset in range(num_tokens)]
+    def continuation(self, start: int, num_tokens: int) -> list[int]:
+        """Returns the tokens after a match, from index `start` on. Where the text ends, they repeat from there."""
+        period = len(self.tokens) - start
+        return [self.tokens[start + offset % period] for offset in range(num_tokens)]
 
     def _match_length(self, start: int, length: int) -> int:
         tokens = self.tokens
@@ -142,10 +127,10 @@ class RowDrafts:
         match = self._index.match()
         if match is None:
             return [], []
-        self._match_length = match.length
-        self._drafted = self._index.continuation(match, self.num_tokens)
+        start, self._match_length = match
+        self._drafted = self._index.continuation(start, self.num_tokens)
         # Each accepted token makes the match longer by one.
-        lengths = range(match.length, match.length + self.num_tokens)
+        lengths = range(self._match_length, self._match_length + self.num_tokens)
         return self._drafted, [self.estimates.probability(length) for length in lengths]
 
 
@@ -194,4 +179,4 @@ class ContextDrafts:
                 tokens[index], scores[index] = drafted, list(itertools.accumulate(map(math.log, estimates)))
         if all(of_row[0] == -math.inf for of_row in scores):
             return None
-        return ContextBranch(upload(tokens, device), upload(scores, device, torch.float32))
+        return upload(tokens, device), upload(scores, device, torch.float32)

@@ -1,5 +1,6 @@
 """Drafting one tree: serial passes, one parallel pass, and the choice of the best nodes."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ...model.decoding_settings import DraftingSettings
 from ...model.modeling_gumiho import GumihoModel
 from ...model.parallel_heads import run_batched_heads
 from ...model.transition import NUM_CANDIDATES
-from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, first_level, gather_rows
+from ..tree.draft_tree import DraftLevel, DraftTree, build_tree, extend_level, gather_rows
 from ..tree.uploads import upload
 from ..verification.attention import gqa_without_copies
 from ..verification.attention_kind import attention_kind
@@ -33,8 +34,7 @@ class GenerationView:
         prompt_chunk_size: Most tokens of the prompt that are read in one pass. By default all.
         drafter_pass: Returns a context manager for each pass of a module of the drafter or of the output head.
         tokens_from: Returns the text's tokens of each row from index `starts[b]` on.
-        peek_noise: Returns the Gumbel noise `(B, num_draws, K)` of the target's next draws, for the tokens `token_ids`
-            `(K,)` or for all; `None` in greedy decoding, and if it cannot be known.
+        peek_noise: As `TokenChooser.peek_noise`, the noise of the target's next draws.
     """
 
     prompt_length: int = 0
@@ -65,7 +65,7 @@ class GumihoDrafter:
 
     Args:
         assistant_model ([`GumihoModel`]): The drafter, on any device.
-        lm_head: The target's output head. Maps hidden states `(..., H)` to logits `(..., K)` on the target's device.
+        lm_head: Maps hidden states `(..., H)` to logits `(..., K)` on the target's device.
         settings ([`DraftingSettings`]): Shape of the tree.
         cache ([`TreeCache`]): An empty cache for the serial head. With fixed shapes it must have room for all cycles.
         shapes: Shapes of the cycles. By default they follow the text.
@@ -107,9 +107,9 @@ class GumihoDrafter:
         # target's temperature, too, because its tokens are drawn under both.
         self._scales = 1 / torch.tensor(settings.temperatures, dtype=torch.float32, device=self.device)
         self._sampling_scales = self._scales / (settings.sampling_temperature or 1.0)
-        for weight, bias in (self._head_weights or []) if self.shapes.are_fixed else []:
-            mark_static_address(weight)
-            mark_static_address(bias)
+        if self.shapes.are_fixed:
+            for tensor in itertools.chain(*(self._head_weights or [])):
+                mark_static_address(tensor)
         # A compiled function cannot call observers.
         self.around_pass = nullcontext if self.shapes.are_compiled else self.generation.drafter_pass
         # Of the class and not of this object, which would be compiled anew in each call.
@@ -122,19 +122,20 @@ class GumihoDrafter:
         noise = self.generation.peek_noise(self.settings.tree_depth, self.token_ids)
         if noise is not None:
             noise = noise * self._scales[:, None].to(noise.device)
-        tokens, position_ids, lengths = committed.tokens, committed.position_ids, committed.accepted_lengths
+        tokens, position_ids = committed.tokens, committed.position_ids
+        lengths = committed.accepted_lengths
         if not self._has_read_prompt:
             feature = self._read_prompt(committed)
-            last = NewestTokens(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths))
-            return self._grow_tree(last, noise)
+            newest = NewestTokens(last_of_rows(tokens, lengths), feature, last_of_rows(position_ids, lengths))
+            return self._grow_tree(newest, noise)
         if not self.shapes.are_fixed:
             return self._draft_after(tokens, committed.target_states, position_ids, lengths, noise)
-        *older, newest = committed.split(self._max_committed)
+        *older, last = committed.split(self._max_committed)
         for part in older:
             # Not compiled, as this happens only after a pause.
             self._read(*_stage_inputs(part))
         # A copy: a captured graph may overwrite what it returned before.
-        tree = self._draft_fixed(self, *_stage_inputs(newest), noise).clone()
+        tree = self._draft_fixed(self, *_stage_inputs(last), noise).clone()
         self.cache.count(lengths)
         return tree
 
@@ -181,9 +182,11 @@ class GumihoDrafter:
         self, tokens: torch.Tensor, target_states: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         n = tokens.shape[1]
-        block = self._causal_block(n) if n > self._max_committed else (self._causal[:, :n, :n], self._offsets[:, :n])
+        visible, offsets = self._causal[:, :n, :n], self._offsets[:, :n]
+        if n > self._max_committed:  # after a pause
+            visible, offsets = self._causal_block(n)
         fused = self._fuse(tokens, target_states, are_targets=True)
-        return self._run_block(fused, *block, position_ids)
+        return self._run_block(fused, visible, offsets, position_ids)
 
     def _draft_after(
         self,
@@ -195,19 +198,26 @@ class GumihoDrafter:
     ) -> DraftTree:
         """Drafts after committed tokens, whose `accepted_lengths` `(B,)` are on the device in fixed shapes."""
         features = self._read(tokens, target_states, position_ids, accepted_lengths)
-        newest = (last_of_rows(own, accepted_lengths) for own in (tokens, features, position_ids))
-        return self._grow_tree(NewestTokens(*newest), noise)
+        newest = NewestTokens(
+            last_of_rows(tokens, accepted_lengths),
+            last_of_rows(features, accepted_lengths),
+            last_of_rows(position_ids, accepted_lengths),
+        )
+        return self._grow_tree(newest, noise)
 
     def _causal_block(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the causal mask `(B, n, n)` of consecutive tokens, and their offsets `(B, n)` from the first."""
-        batch_size, offsets = len(self.cache.lengths), torch.arange(num_tokens, device=self.device)
-        return (offsets[:, None] >= offsets).expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
+        batch_size = len(self.cache.lengths)
+        offsets = torch.arange(num_tokens, device=self.device)
+        visible = offsets[:, None] >= offsets
+        return visible.expand(batch_size, -1, -1), offsets.expand(batch_size, -1)
 
     def _grow_tree(self, newest: NewestTokens, noise: torch.Tensor | None) -> DraftTree:
         """Drafts a tree under the newest tokens, with the scaled noise `(B, tree_depth, K)`."""
-        levels, settings = self._draft_levels(newest, noise), self.settings
+        levels = self._draft_levels(newest, noise)
         roots = newest.tokens.squeeze(1).to(levels[0].tokens.device)
-        return build_tree(roots, levels, settings.num_assistant_tokens, settings.tree_depth, self.token_ids)
+        num_nodes, depth = self.settings.num_assistant_tokens, self.settings.tree_depth
+        return build_tree(roots, levels, num_nodes, depth, self.token_ids)
 
     def _draft_levels(self, newest: NewestTokens, noise: torch.Tensor | None) -> list[DraftLevel]:
         """Drafts the levels of a tree: those of serial tokens, then those of the parallel heads."""
@@ -225,24 +235,23 @@ class GumihoDrafter:
         `(B, paths, H)` of the paths that are extended.
         """
         settings, feature = self.settings, newest.features
-        level, levels = None, []
+        level: DraftLevel | None = None
+        levels: list[DraftLevel] = []
         path_inputs: list[torch.Tensor] = []
         visible = depths = None
         for step in range(1, self._num_serial + 1):
             # 1. The best tokens after each path, by the features that predict them, make the next level.
             logits = self.score(self.assistant_model.predict(feature)[:, None])
-            found = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
-            tokens, log_probs = (tensor.squeeze(1) for tensor in found)
-            if level is None:
-                levels.append(first_level(tokens, log_probs, settings.num_assistant_tokens))
-            else:
-                levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
+            tokens, log_probs = self._topk(logits, settings.branching_factor, slice(step - 1, step), noise)
+            tokens, log_probs = tokens.squeeze(1), log_probs.squeeze(1)
+            levels.append(extend_level(level, tokens, log_probs, settings.num_assistant_tokens))
             level = levels[-1].first(settings.branching_factor)
             if step == settings.tree_depth:
                 break
             # 2. The best paths go on: each has its own tokens, and the features that predict the next ones.
-            parents = level.parents.to(feature.device)
-            tokens = level.tokens if self.token_ids is None else self.token_ids.to(level.tokens.device)[level.tokens]
+            parents, tokens = level.parents.to(feature.device), level.tokens
+            if self.token_ids is not None:
+                tokens = self.token_ids.to(tokens.device)[tokens]
             fused = self._fuse(tokens.to(feature.device), gather_rows(feature, parents))
             if self._num_heads > 0:
                 path_inputs = [gather_rows(inputs, parents) for inputs in path_inputs] + [fused]
@@ -265,23 +274,14 @@ class GumihoDrafter:
         num_candidates = settings.beam if self._transitions is None else NUM_CANDIDATES
         tokens, log_probs = self._topk(logits, num_candidates, depths, noise)
         if self._transitions is None:
-            return self._extend_best(last_level.first(settings.branching_factor), tokens, log_probs)
-        above = last_level.first(settings.branching_factor).tokens
-        scales = (self._scales if noise is None else self._sampling_scales)[depths, None, None, None]
-        log_probs = self._transitions.apply(above, tokens, log_probs, scales.to(log_probs.device))
+            # The same under each candidate of the depth above.
+            log_probs = log_probs[:, :, :, None].expand(-1, -1, -1, tokens.shape[3], -1)
+        else:
+            above = last_level.first(settings.branching_factor).tokens
+            scales = self._scales if noise is None else self._sampling_scales
+            scales = scales[depths, None, None, None].to(log_probs.device)
+            log_probs = self._transitions.apply(above, tokens, log_probs, scales)
         return extend_paths(last_level, tokens, log_probs, settings.num_assistant_tokens, settings.beam)
-
-    def _extend_best(self, level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor) -> list[DraftLevel]:
-        """Extends the serial paths `(B, P)` depth by depth, by tokens `(B, heads, P, M)` with these probabilities."""
-        levels: list[DraftLevel] = []
-        paths = None  # the serial path above each node; for the first head, the nodes are the paths
-        for candidates, scores in zip(tokens.unbind(1), log_probs.unbind(1), strict=True):
-            if paths is not None:
-                candidates, scores = gather_rows(candidates, paths), gather_rows(scores, paths)
-            levels.append(extend_level(level, candidates, scores, self.settings.num_assistant_tokens))
-            level = levels[-1].first(self.settings.beam)
-            paths = level.parents if paths is None else paths.gather(1, level.parents)
-        return levels
 
     def _topk(
         self, logits: torch.Tensor, num_tokens: int, depths: slice, noise: torch.Tensor | None
@@ -308,8 +308,9 @@ class GumihoDrafter:
     def _fuse(self, tokens: torch.Tensor, features: torch.Tensor, are_targets: bool = False) -> torch.Tensor:
         """Returns the serial head's inputs, for features of its own or for the target's hidden states."""
         with self.around_pass():
-            model = self.assistant_model
-            return model.fuse(tokens, model.read_target(features) if are_targets else features)
+            if are_targets:
+                features = self.assistant_model.read_target(features)
+            return self.assistant_model.fuse(tokens, features)
 
     def _run_serial_head(self, fused: torch.Tensor, mask: Any, position_ids: torch.Tensor) -> torch.Tensor:
         with self.around_pass():
@@ -336,15 +337,16 @@ def _append_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Returns which of all candidates each of the newest ones sees, its ancestors and itself, and the depths `(B, n)` of
-    all. `visible` `(B, previous, n)` and `depths` are the same for the level above, if there is one; `parents`
-    `(B, new)` are the parents in it, and `depth` is that of the newest ones.
+    all. `visible` `(B, previous, n)` and `depths` are those of the level above, if there is one, in which the newest
+    ones of this `depth` have their `parents` `(B, new)`.
     """
     batch_size, num_new = parents.shape
     itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch_size, -1, -1)
     own_depths = torch.full_like(parents, depth)
     if visible is None or depths is None:
         return itself, own_depths
-    return torch.cat((gather_rows(visible, parents), itself), dim=2), torch.cat((depths, own_depths), dim=1)
+    visible = torch.cat((gather_rows(visible, parents), itself), dim=2)
+    return visible, torch.cat((depths, own_depths), dim=1)
 
 
 def last_of_rows(tensor: torch.Tensor, lengths: list[int] | torch.Tensor) -> torch.Tensor:

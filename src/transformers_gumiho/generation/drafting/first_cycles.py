@@ -17,24 +17,11 @@ NUM_CYCLES, FEWEST_TOKENS = 50, 1.1
 
 @dataclass
 class FirstCycles:
-    """
-    Counts what the first drafted cycles of a target and a drafter commit, in all calls.
-
-    Attributes:
-        source: Where the drafter was read from.
-        num_cycles: Cycles so far, at most `NUM_CYCLES`.
-        num_tokens: The tokens that they committed, as means over the rows.
-    """
+    """Counts what the first drafted cycles with a drafter commit, in all calls. `source` is where it was read from."""
 
     source: str
     num_cycles: int = 0
-    num_tokens: float = 0.0
-
-    @classmethod
-    def of(cls, target: nn.Module, drafter: GumihoModel) -> "FirstCycles | None":
-        """Returns the count of a pair; `None` for a drafter of this package's own format."""
-        source = drafter.config.converted_from
-        return None if source is None else memory_of(target).first_cycles.setdefault(drafter, cls(source))
+    num_tokens: float = 0.0  # means over the rows
 
     def observe(self, tokens: float) -> None:
         """Counts a drafted cycle, with the `tokens` that it committed per row, and warns after the last one."""
@@ -50,3 +37,9 @@ class FirstCycles:
                 f"have been trained with other conventions than its config says (for an MTP layer `norm_output`, "
                 f"`mtp_reads_normed` and `mtp_state_first` of `GumihoConfig`)."
             )
+
+
+def first_cycles_of(target: nn.Module, drafter: GumihoModel, source: str) -> FirstCycles:
+    """Returns the count of a pair whose drafter was read from `source`."""
+    found: FirstCycles = memory_of(target).first_cycles.setdefault(drafter, FirstCycles(source))
+    return found

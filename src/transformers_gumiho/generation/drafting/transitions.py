@@ -28,7 +28,7 @@ class DraftTransitions:
     """
     What the token above a parallel head's draft adds to the draft's logit, as two tables over the `K` tokens that may
     be drafted: the product of one row of each. They are kept while the weights stay the same. `num_heads` heads draft;
-    `memory` is given if captured graphs read the tables. The other arguments are those of [`GumihoDrafter`].
+    `memory` is given if captured graphs read the tables.
     """
 
     def __init__(
@@ -44,10 +44,14 @@ class DraftTransitions:
         embedding = model.embed_tokens.weight.detach()
 
         def make() -> list[torch.Tensor]:
-            drafted = embedding if token_ids is None else embedding[token_ids.to(embedding.device)]
-            up = torch.stack([head.up.detach() for head in heads]).transpose(1, 2) * _STEP  # (heads, rank, H)
+            drafted = embedding
+            if token_ids is not None:
+                drafted = embedding[token_ids.to(embedding.device)]
+            up = torch.stack([head.up.detach() for head in heads])
+            up = up.transpose(1, 2) * _STEP  # (heads, rank, H)
             # The output head is linear, but for its bias.
-            below = (lm_head(up) - lm_head(torch.zeros_like(up[:1, :1]))) / _STEP
+            bias = lm_head(torch.zeros_like(up[:1, :1]))
+            below = (lm_head(up) - bias) / _STEP
             above = [linear(drafted.to(head.down), head.down.detach()) for head in heads]
             # (heads, K, rank) both
             return [torch.stack(above).to(below), below.transpose(1, 2).contiguous()]
@@ -90,7 +94,8 @@ def extend_paths(
 
     Args:
         last_level: The last serial level.
-        tokens (`(B, heads, P, M)`), log_probs: The candidates, and what [`DraftTransitions.apply`] returned for them.
+        tokens (`(B, heads, P, M)`): The candidates.
+        log_probs (`(B, heads, P, M, M)`): Of each candidate under each one above, as [`DraftTransitions.apply`] says.
         num_nodes: Most nodes of each level.
         beam: Most nodes of a level that are extended, and most tokens by which each of them is extended.
     """
@@ -100,7 +105,9 @@ def extend_paths(
     indices = torch.arange(num_heads * num_paths * num_candidates, device=tokens.device)
     indices = indices.view(1, -1, num_candidates).expand(batch_size, -1, -1)
     level, scores, own = last_level.first(num_paths), log_probs[:, 0, :, 0], indices[:, :num_paths]
-    log_probs, indices = log_probs[:, 1:].flatten(1, 3), indices[:, num_paths:]  # under each candidate and path
+    # Those of the later heads, under each candidate and path.
+    log_probs = log_probs[:, 1:].flatten(1, 3)
+    indices = indices[:, num_paths:]
     levels: list[DraftLevel] = []
     for head in range(num_heads):
         # 2. The best candidates of each node make the level below it.
@@ -114,9 +121,8 @@ def extend_paths(
             scores = gather_rows(log_probs, level.tokens)
             own = gather_rows(indices, level.tokens // num_candidates)
     # 4. Tokens in the place of their indices.
-    sizes = [level.tokens.shape[1] for level in levels]
-    found = tokens.flatten(1).gather(1, torch.cat([level.tokens for level in levels], dim=1)).split(sizes, dim=1)
-    return [replace(level, tokens=own) for level, own in zip(levels, found, strict=True)]
+    tokens = tokens.flatten(1)
+    return [replace(level, tokens=tokens.gather(1, level.tokens)) for level in levels]
 
 
 def condition(log_probs: torch.Tensor, logit_offsets: torch.Tensor) -> torch.Tensor:
@@ -125,6 +131,8 @@ def condition(log_probs: torch.Tensor, logit_offsets: torch.Tensor) -> torch.Ten
     `(..., A, M)` in `A` cases. The logits of all other tokens stay.
     """
     others = torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True).clamp(max=1.0))
-    logits = torch.cat((log_probs, others), dim=-1)[..., None, :] + pad(logit_offsets, (0, 1))
+    logits = torch.cat((log_probs, others), dim=-1)[..., None, :]
+    logits = logits + pad(logit_offsets, (0, 1))
     # A log-softmax is at most 0, so no node scores above its parent; an overflow makes it NaN.
-    return logits.log_softmax(dim=-1)[..., :-1].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    found = logits.log_softmax(dim=-1)[..., :-1]
+    return found.nan_to_num(nan=-torch.inf, neginf=-torch.inf)

@@ -75,21 +75,17 @@ def map_tensors(value: Value, function: Callable[[torch.Tensor], torch.Tensor]) 
     return replace(value, **{name: function(own) for name, own in tensors.items()})
 
 
-def first_level(tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
+def extend_level(
+    level: DraftLevel | None, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int
+) -> DraftLevel:
     """
-    Returns the best `num_nodes` candidates for the depth below the root, of `tokens` `(B, 1, M)`, best first, with
-    their draft log-probabilities `(B, 1, M)`.
-    """
-    return DraftLevel(tokens[:, 0], log_probs[:, 0], torch.zeros_like(tokens[:, 0])).first(num_nodes)
-
-
-def extend_level(level: DraftLevel, tokens: torch.Tensor, log_probs: torch.Tensor, num_nodes: int) -> DraftLevel:
-    """
-    Extends each of the `n` nodes of `level` by its candidate tokens `(B, n, M)`, distinct for a node, with their draft
-    log-probabilities `(B, n, M)`. Keeps the best `num_nodes` of the extensions.
+    Extends each of the `n` nodes of `level`, or the root (`None`, `n` is 1), by its candidate tokens `(B, n, M)`,
+    distinct for a node, with their draft log-probabilities `(B, n, M)`. Keeps the best `num_nodes` of the extensions.
     """
     num_candidates = tokens.shape[2]
-    scores = (level.scores[:, :, None] + log_probs).flatten(1)
+    if level is not None:
+        log_probs = level.scores[:, :, None] + log_probs
+    scores = log_probs.flatten(1)
     scores, order = scores.topk(min(num_nodes, scores.shape[1]))
     return DraftLevel(tokens.flatten(1).gather(1, order), scores, order // num_candidates)
 

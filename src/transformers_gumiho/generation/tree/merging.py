@@ -43,8 +43,7 @@ def merge_branch(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tensor) ->
 def take_better_chain(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tensor) -> DraftTree:
     """
     Returns for each row the chain, or one that begins with the branch if more of its tokens are expected to be
-    accepted. It has as many tokens as before; the chain's follow a shorter branch. The arguments are those of
-    [`merge_branch`].
+    accepted. The chain's last tokens follow a shorter branch. The arguments are those of [`merge_branch`].
     """
     length = min(tokens.shape[1], tree.tokens.shape[1] - 1)
     tokens, scores = tokens[:, :length], scores[:, :length]
@@ -54,11 +53,13 @@ def take_better_chain(tree: DraftTree, tokens: torch.Tensor, scores: torch.Tenso
     agreed = (own_tokens[:, :length] == tokens).cumprod(dim=1)
     fork = agreed.sum(dim=1, keepdim=True)
     # 2. The common beginning is as likely in the chain as in the branch, so what follows it there gains as much.
-    score_gain = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork) - tree.scores.gather(1, fork)
+    score_at_fork = nn.functional.pad(branch_scores, (1, 0)).gather(1, fork)
+    score_gain = score_at_fork - tree.scores.gather(1, fork)
     chain_scores = (own_scores + score_gain.nan_to_num_(nan=0.0)).clamp(max=0.0)
     chain_scores[:, :length] = branch_scores.where(agreed.bool(), chain_scores[:, :length])
     # 3. The sum of the probabilities of all tokens is the number that is expected to be accepted.
-    is_better = branch_scores.exp().sum(dim=1, keepdim=True) > chain_scores.exp().sum(dim=1, keepdim=True)
+    of_branch = branch_scores.exp().sum(dim=1, keepdim=True)
+    is_better = of_branch > chain_scores.exp().sum(dim=1, keepdim=True)
     # 4. A better branch 5 8 9 takes the first places, and the chain's last token stays behind it: 5 8 9 7.
     missing = own_tokens.shape[1] - length
     taken = nn.functional.pad(is_better & (scores > -torch.inf), (0, missing))
@@ -87,10 +88,7 @@ def _shared_nodes(tree: DraftTree, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _branch_scores(tree: DraftTree, shared: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """
-    Returns `(B, M)`: the score of each token of a branch: that of the token above plus its own log-probability, or
-    that of the shared node if it is better.
-    """
+    """Returns the scores `(B, M)` of a branch's tokens, or those of the shared nodes where they are better."""
     own = tree.scores.gather(1, shared.clamp(min=0)).masked_fill(shared < 0, -torch.inf)
     ended = scores == -torch.inf
     sums = scores.to(own.dtype).masked_fill(ended, 0.0)

@@ -57,12 +57,14 @@ class NodeTerms:
             own.gather(-2, nodes.expand(*own.shape[:-2], -1, own.shape[-1]))
             for own in (self.keys, self.values, self.decay)
         )
-        is_left_out = (torch.arange(path.shape[1], device=path.device) >= lengths)[:, None, :, None]
+        places = torch.arange(path.shape[1], device=path.device)
+        is_left_out = (places >= lengths)[:, None, :, None]
         # What a node has added decays in the nodes after it. Sums that begin at the end cancel no digits.
         passed = decay.masked_fill(is_left_out, 0).flip(-2).cumsum(dim=-2).flip(-2)
         since = pad(passed[..., 1:, :], (0, 0, 0, 1))
         keys = (keys * since.exp()).masked_fill(is_left_out, 0)
-        return state.to(keys) * passed[..., :1, :].exp().transpose(-1, -2) + keys.transpose(-1, -2) @ values
+        left = passed[..., :1, :].exp().transpose(-1, -2)
+        return state.to(keys) * left + keys.transpose(-1, -2) @ values
 
 
 def run_delta_rule(

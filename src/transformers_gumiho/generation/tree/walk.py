@@ -58,7 +58,8 @@ class Path:
     def padded(self, width: int) -> "Path":
         """Returns a copy with at least `width` columns."""
         missing = max(width - self.nodes.shape[1], 0)
-        nodes, tokens = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (self.nodes, self.tokens))
+        nodes = torch.nn.functional.pad(self.nodes, (0, missing))
+        tokens = torch.nn.functional.pad(self.tokens, (0, missing))
         return Path(nodes, tokens, self.host_tokens)
 
 
@@ -90,25 +91,15 @@ def walk_tree(tree: DraftTree, choices: torch.Tensor) -> tuple[torch.Tensor, tor
     return nodes, torch.cat((counts, choices.gather(1, nodes)), dim=1)
 
 
-class ChildFinder:
-    """Finds the children of a tree's nodes by the tokens they carry."""
-
-    def __init__(self, tree: DraftTree):
-        self._keys = _keys(tree.parents, tree.tokens)
-        self._keys[:, 0].fill_(-1)  # the root is its own parent
-
-    def find(self, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`. Returns their indices `(B, 1)`, any
-        node where there is none, and whether there is one `(B, 1)`.
-        """
-        found, children = (self._keys == _keys(nodes, tokens)).max(dim=1, keepdim=True)
-        return children, found
-
-
-def _keys(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns one number for each pair of a node and a token."""
-    return torch.add(tokens, nodes, alpha=1 << 32)
+def find_children(tree: DraftTree, nodes: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Looks for the children of `nodes` `(B, 1)` that carry `tokens` `(B, 1)`. Returns their indices `(B, 1)`, any node
+    where there is none, and whether there is one `(B, 1)`.
+    """
+    is_child = (tree.parents == nodes) & (tree.tokens == tokens)
+    is_child[:, 0].fill_(False)  # the root is its own parent
+    found, children = is_child.max(dim=1, keepdim=True)
+    return children, found
 
 
 def pick(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

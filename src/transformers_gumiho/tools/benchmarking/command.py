@@ -3,23 +3,22 @@
 import json
 import platform
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from ...commands import REQUIRED, as_user_errors, make_folder, option
-from ...files import check_folder, damaged_files_named
+from ...commands import REQUIRED, make_folder, option
 from ...generation.verification.traits import input_device
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.fingerprint import model_fingerprint
 from ...training.data.manifest import begin
 from ...training.data.run_files import ask_before_deleting
 from ..measuring.prompts import read_prompts
-from ..pairs import DraftingArguments, load_pair, prompts_field
+from ..pairs import DraftingArguments, load_pair, load_target, prompts_field
 from .modes import decoding_modes
 from .runner import run_benchmark
 from .summary import Sample, SummaryRow, markdown, summarize
@@ -63,7 +62,7 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
     target, tokenizer, drafter = load_pair(args)
     modes = decoding_modes(drafter, args.modes, _load_draft_model(args, target))
     conditions = _conditions(target, drafter)
-    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed")}
+    options = {name: getattr(args, name) for name in ("draft_model", "max_new_tokens", "seed", "chat_template_kwargs")}
     options |= {"modes": [mode.name for mode in modes], "chat_template": tokenizer.chat_template}
     options["fields of a sample"] = [field.name for field in fields(Sample)]  # of this version
     if args.restart:
@@ -93,11 +92,9 @@ def benchmark(args: BenchmarkArguments) -> list[SummaryRow]:
 def _load_draft_model(args: BenchmarkArguments, target: PreTrainedModel) -> PreTrainedModel | None:
     if args.draft_model is None:
         return None
-    check_folder(args.draft_model)
-    with as_user_errors(), damaged_files_named(args.draft_model):
-        return AutoModelForCausalLM.from_pretrained(
-            args.draft_model, dtype=target.dtype, device_map=input_device(target)
-        )
+    dtype = str(target.dtype).removeprefix("torch.")
+    small = replace(args, target=args.draft_model, dtype=dtype, chat_template=None, chat_template_kwargs=None)
+    return load_target(small)[0]
 
 
 def _conditions(target: PreTrainedModel, drafter: GumihoModel) -> dict[str, Any]:

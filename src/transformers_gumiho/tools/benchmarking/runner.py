@@ -86,7 +86,9 @@ def run_benchmark(
                 yield from known[batch.key]
                 bar.update(batch.num_turns)
             else:
-                fitting = [mode for mode in modes if _takes(mode, target, batch.batch_size)]
+                # Transformers' own drafts one row, and for no recurrent target.
+                takes_all = batch.batch_size == 1 and not is_stateful(target)
+                fitting = [mode for mode in modes if takes_all or not mode.is_transformers_own]
                 runner.warm_up(fitting, longest[: len(batch.questions)], batch.temperature)
                 measured: list[Sample] = []
                 is_repeated = number % _BATCHES_PER_REPEAT == 0
@@ -103,11 +105,6 @@ def _by_category(questions: Sequence[Question]) -> list[list[Question]]:
     for question in questions:
         groups[question.category].append(question)
     return list(groups.values())
-
-
-def _takes(mode: DecodingMode, target: PreTrainedModel, batch_size: int) -> bool:
-    """Whether a mode decodes a batch: transformers' own takes one row, and no recurrent target."""
-    return not mode.is_transformers_own or (batch_size == 1 and not is_stateful(target))
 
 
 def _converse(

@@ -11,8 +11,7 @@ from transformers_gumiho.tools.metrics import acceptance_statistics
 
 _INPUTS = """
 Args:
-    predictions (`list[list[int]]`): For each prompt, the tokens that each verification cycle committed: the output's
-        `accepted_lengths`.
+    predictions (`list[list[int]]`): For each prompt, the output's `accepted_lengths`.
     draft_origins (`list[list[str]]`, *optional*): For each prompt, the output's `draft_origins`, so that cycles
         without drafts do not count in tau.
 

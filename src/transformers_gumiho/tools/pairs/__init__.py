@@ -30,11 +30,6 @@ _REPOSITORY = "https://github.com/transformers-gumiho/transformers-gumiho"
 _FOLDERS = {"demo": "demo_pair", "smollm2": "smollm2"}
 
 
-def find_target(pair: str) -> str:
-    """Returns the folder of a pair's target, or its name on the Hub."""
-    return smollm2.find_target() if pair == "smollm2" else _find(f"{_FOLDERS[pair]}/target")
-
-
 def find_drafter(pair: str) -> str:
     """Returns the folder of a pair's drafter."""
     return _find(f"{_FOLDERS[pair]}/gumiho")
@@ -92,11 +87,13 @@ class PairArguments:
             known = " or ".join(f"--pair {name}" for name in _FOLDERS)
             raise UserValueError(f"There is no pair {self.pair!r}. Specify {known}, or both --target and --assistant.")
         uses_cpu = self.dtype == "auto" and not torch.accelerator.is_available()
+        assistant = self.assistant or find_drafter(self.pair)
+        target = self.target or (smollm2.find_target() if self.pair == "smollm2" else _find("demo_pair/target"))
         return replace(
             self,
             pair=None,
-            assistant=self.assistant or find_drafter(self.pair),
-            target=self.target or find_target(self.pair),
+            assistant=assistant,
+            target=target,
             dtype=cpu_dtype(self.pair) if uses_cpu else self.dtype,
         )
 

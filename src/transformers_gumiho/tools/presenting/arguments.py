@@ -19,11 +19,6 @@ class GenerateArguments(DraftingArguments):
     compare: bool = option("Also generate without the drafter and report the speed-up.", False)
     output: str | None = option("Also draw the answer to --prompt into this SVG file.")
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether the options name what is answered. Otherwise it is typed."""
-        return self.prompt is not None or self.prompts is not None
-
 
 @dataclass(kw_only=True)
 class ShowArguments(DraftingArguments):

@@ -1,5 +1,6 @@
 """`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserOSError, UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
@@ -39,6 +40,7 @@ def generate(args: GenerateArguments) -> list[Answer]:
     otherwise each line is a prompt. Ctrl-C ends an answer, Ctrl-D the conversation.
 
     Raises:
+        KeyboardInterrupt: An answer to prompts of the options was interrupted.
         ValueError: Options contradict each other, a prompt has no tokens, or `args.output` is no .svg file.
     """
     if args.prompt is not None and args.prompts is not None:
@@ -59,8 +61,6 @@ def generate(args: GenerateArguments) -> list[Answer]:
             prompt = _encode(tokenizer, turns, texts, args.system)
             answers.append(_answer(args, models, prompt, seed=args.seed + len(answers)))
             texts.append(tokenizer.decode(answers[-1].tokens, skip_special_tokens=True))
-            if args.has_prompts and answers[-1].progress == "stopped":
-                return answers
             if args.prompts is None and not tokenizer.chat_template:
                 turns, texts = [], []
     return answers
@@ -117,8 +117,15 @@ def demo(args: DemoArguments) -> None:
     Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
     drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
     """
+    # Gradio would try for minutes, after the models are loaded.
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:
+        socket.create_server((args.host.strip("[]"), args.port or 0), family=family).close()
+    except (OSError, OverflowError) as error:
+        address = f"--host {args.host}{f' --port {args.port}' if args.port else ''}"
+        raise UserOSError(f"Nothing can listen on {address}: {error}. Give a free one of this machine.") from error
     page = make_page(args)
-    with as_user_errors():  # such as a port that is taken
+    with as_user_errors():  # the port may be taken by now
         # Quiet, because Gradio would advertise public links.
         _, address, _ = page.launch(
             server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True, quiet=True
@@ -161,6 +168,7 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
         for assistant in (drafter, None):
             answer_with(assistant, min(_WARM_UP_TOKENS, args.max_new_tokens), is_shown=False)
     answer = answer_with(drafter, args.max_new_tokens)
+    is_stopped = answer.progress == "stopped"
     sys.stdout.write(f"\n\n{describe_answer(answer, target.dtype, colors)}\n")
     if args.output is not None:
         _draw_into(args.output, answer_svg(answer, args.prompt))
@@ -169,8 +177,9 @@ def _answer(args: GenerateArguments, models: Models, prompt: list[int], seed: in
         plain = answer_with(None, args.max_new_tokens)
         gap = None if args.temperature else logit_gap(target, prompt, answer, plain)
         sys.stdout.write(f"\n\n{describe_comparison(answer, plain, target.dtype, gap)}\n")
-        if args.has_prompts and plain.progress == "stopped":
-            raise KeyboardInterrupt
+        is_stopped = plain.progress == "stopped"
+    if is_stopped and (args.prompt or args.prompts):  # otherwise the next line is typed
+        raise KeyboardInterrupt
     return answer
 
 

@@ -11,7 +11,7 @@ from ...commands import UserValueError
 from ...generation.drafting.candidate_generator import DraftOrigin
 from ...generation.observers import GenerationObserver, observing
 from ...generation.tree.draft_tree import DraftTree
-from ...generation.tree.walk import ChildFinder, Path
+from ...generation.tree.walk import Path, find_children
 
 
 # Tokens before others that their text may depend on: some tokenizers drop a space where a text begins.
@@ -108,7 +108,7 @@ class _CycleWatcher(GenerationObserver):
     def on_cycle(self, tree: DraftTree, path: Path) -> None:
         accepted = path.nodes[0, 1:].tolist()
         # A text that ends within a drafted path ends with a draft, and there is no bonus token.
-        child, is_drafted = ChildFinder(tree).find(path.nodes[:, -1:], path.tokens[:, -1:])
+        child, is_drafted = find_children(tree, path.nodes[:, -1:], path.tokens[:, -1:])
         if is_drafted:
             accepted.append(int(child))
         tokens, parents, scores = (tuple(values[0].tolist()) for values in (tree.tokens, tree.parents, tree.scores))

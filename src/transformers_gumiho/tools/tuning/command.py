@@ -52,18 +52,16 @@ def tune(args: TuningArguments) -> TuningResult:
     folder = Path(args.output_dir or str(args.assistant))
     is_target = args.assistant == OWN_MTP_LAYERS or has_mtp_layers(args.assistant, {})
     if args.output_dir is None and (is_target or not folder.is_dir()):
-        what = "a target's" if is_target else "not a folder"
-        raise UserValueError(f"The drafter is {what}; give --output_dir for its new generation_config.json.")
+        raise UserValueError("The drafter has no folder of its own. Give --output_dir for its generation_config.json.")
     if has_mtp_layers(folder, {}):
         raise UserValueError(f"{str(folder)!r} is a target, whose files stay as they are. Give another --output_dir.")
     check_is_no_snapshot(folder)
     if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserOSError(f"{str(folder)!r} cannot be written to. Name another folder with --output_dir.")
     target, tokenizer, drafter = load_pair(args)
+    prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions or []]
     if questions is None:
         prompts = _sample_prompts(target, args.num_prompts)
-    else:
-        prompts = [encode_turn(tokenizer, question.turns[:1], []) for question in questions]
     make_folder(folder)
     own = settings_of(target, drafter, min(args.batch_sizes))
     shape = own.num_assistant_tokens, own.branching_factor, own.tree_depth

@@ -49,11 +49,12 @@ def compare(pairs: Sequence[tuple[DecodingTime, DecodingTime]]) -> Standing:
     return Standing(tau, statistics.median(ratios))
 
 
+@dataclass(frozen=True)
 class Contests:
     """Contests of the trees of a drafter."""
 
-    def __init__(self, runner: Runner, drafter: GumihoModel):
-        self._runner, self._drafter = runner, drafter
+    runner: Runner
+    drafter: GumihoModel
 
     def hold(
         self,
@@ -83,7 +84,7 @@ class Contests:
                 for turn in range(begin, end):
                     # After the last prompt follows the first one.
                     batch = [prompts[(turn * rows + row) % len(prompts)] for row in range(rows)]
-                    plain, *drafted = self._runner.compare(modes, batch, temperature, seed=turn)
+                    plain, *drafted = self.runner.compare(modes, batch, temperature, seed=turn)
                     for tree, taken in zip(competing, drafted, strict=True):
                         pairs[tree].append((taken, plain))
                     bar.update(1 + size)
@@ -97,7 +98,7 @@ class Contests:
         if is_final:
             # `break_even` is the time of a cycle in which the drafter alone drafts.
             settings["prompt_lookup_num_tokens"] = 0
-        return DecodingMode(str(tree), {"assistant_model": self._drafter}, settings)
+        return DecodingMode(str(tree), {"assistant_model": self.drafter}, settings)
 
 
 @dataclass(frozen=True)

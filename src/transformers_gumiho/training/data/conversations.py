@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from ...commands import UserValueError
 from .datasets import MalformedRowError, parse_row, read_pair
 
 
@@ -51,6 +52,14 @@ class Example:
         turns = range(self.first_trained, len(self.messages))
         return [turn for turn in turns if self.messages[turn]["role"] == "assistant"]
 
+    @property
+    def question(self) -> str:
+        """What a user says first, or how a text begins."""
+        if self.text == "text":
+            return "".join(message.get("content") or "" for message in self.messages)[:_TEXT_CHARACTERS]
+        said = (message["content"] for message in self.messages if message["role"] == "user")
+        return str(next(said, ""))
+
 
 def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) -> Example:
     """
@@ -68,46 +77,52 @@ def read_row(row: Mapping[str, Any], has_template: bool, answered: bool = True) 
     Raises:
         MalformedRowError: It has none of these forms.
     """
-    row = parse_row(row)
+    try:
+        return _read(parse_row(row), has_template, answered)
+    except UserValueError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise MalformedRowError(f"has a field of an unknown form ({error!r})") from error
+
+
+def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
     if "skipped" in row:
         raise MalformedRowError(str(row["skipped"]))
     if medium := next((name for name in _MEDIA if row.get(name)), None):
         raise MalformedRowError(f"has a column {medium!r}, which is not text")
     turns, first_trained, text = _find_turns(row, has_template, answered)
-    if not isinstance(turns, list) or not turns:
-        raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = [_read_message(turn, answered) for turn in turns]
     if not answered and messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     # The continuation of a conversation that was cut in two begins with an answer to a question that is not here.
     num_dropped = len(list(takewhile(lambda message: message["role"] == "assistant", messages)))
-    messages, first_trained = messages[num_dropped:], max(first_trained - num_dropped, 0)
+    messages = messages[num_dropped:]
+    first_trained = max(first_trained - num_dropped, 0)
     system = next((row[name] for name in _SYSTEM if row.get(name)), None)
     if system and not text and not {"system", "developer"} & {message["role"] for message in messages}:
         messages.insert(0, _read_message({"role": "system", "content": system}, answered))
         first_trained += 1
     extras = _parsed(row.get("chat_template_kwargs") or {})
-    if not isinstance(extras, dict):
-        raise MalformedRowError("its `chat_template_kwargs` are no object, nor the JSON of one")
     found = {name: _read_objects(row, name) for name in ("functions", "tools", "documents") if row.get(name)}
     if functions := found.pop("functions", []):  # OpenAI's name for them before `tools`
         found = {"tools": [{"type": "function", "function": function} for function in functions]} | found
     extras |= {name: objects for name, objects in found.items() if objects}  # an empty list is none
-    ended, generations = row.get("ended", True), _read_generations(row)
+    generations = [(each["prompt_ids"], each["answer_ids"]) for each in row.get("generations", [])]
+    if not all(0 <= token < 2**31 for pair in generations for ids in pair for token in ids):
+        raise MalformedRowError("its `generations` hold numbers that are no tokens")
+    ended = row.get("ended", True)
     example = Example(messages, first_trained, ended, extras, num_dropped > 0, text, generations)
     if not example.turns:
         raise MalformedRowError("the assistant says nothing")
     return example
 
 
-def first_question(row: Mapping[str, Any]) -> str | None:
-    """Returns what a user says first in a row, or how its text begins; `None` where it cannot be used."""
+def first_question(row: Mapping[str, Any]) -> str:
+    """Returns what a user says first in a row, or how its text begins; nothing where it cannot be used."""
     try:
-        example = read_row(row, has_template=True, answered=False)
+        return read_row(row, has_template=True, answered=False).question
     except MalformedRowError:
-        return None
-    said = next((message["content"] for message in example.messages if message["role"] == "user"), None)
-    return said[:_TEXT_CHARACTERS] if said is not None and example.text else said
+        return ""
 
 
 def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> tuple[Any, int, str]:
@@ -121,8 +136,6 @@ def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> t
         if is_text:
             prompt = [{"role": "user", "content": prompt}]
             completion = completion and [{"role": "assistant", "content": completion}]
-        if not isinstance(prompt, list) or not isinstance(completion or [], list):
-            raise MalformedRowError("its question and answer are neither both text nor both messages")
         return prompt + (completion or []), len(prompt), "completion" if is_text and not has_template else ""
     if not row.get("text"):
         raise MalformedRowError(f"has none of {_FORMS}, only {', '.join(map(repr, sorted(row))) or 'nothing'}")
@@ -137,8 +150,10 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     message = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's name for it before `tool_calls`
         message["tool_calls"] = [{"type": "function", "function": call}]
-    name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
-    role, calls = _ROLES.get(str(name).lower()), _read_calls(message)
+    name = message.pop("from", message.get("role"))
+    content = message.pop("value", message.get("content"))
+    role = _ROLES.get(str(name).lower())
+    calls = _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
     parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) and _is_text(part) for part in parts):
@@ -168,9 +183,10 @@ def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns tool calls whose arguments, JSON in OpenAI's protocol, are what most templates want: a dict."""
     calls = _read_objects(message, "tool_calls") if message.get("tool_calls") else []
     functions = [call.get("function", call) for call in calls]
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise MalformedRowError("a tool call has no function with a `name`")
-    parsed = [function | {"arguments": _parsed(function.get("arguments", {}))} for function in functions]
+    parsed = [
+        function | {"name": function["name"], "arguments": _parsed(function.get("arguments", {}))}
+        for function in functions
+    ]
     return [call | {"function": new} if "function" in call else new for call, new in zip(calls, parsed, strict=True)]
 
 
@@ -181,19 +197,6 @@ def _read_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not all(isinstance(item, dict) for item in found):
         raise MalformedRowError(f"its `{name}` are no list of objects, nor the JSON of one")
     return found
-
-
-def _read_generations(row: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-    try:
-        if "generations" in row:
-            found = [(item["prompt_ids"], item["answer_ids"]) for item in row["generations"]]
-        else:  # as earlier versions named them
-            found = [(item["prompt"], item["answer"]) for item in row.get("written", [])]
-        if all(isinstance(token, int) and token >= 0 for pair in found for ids in pair for token in ids):
-            return found
-    except (KeyError, TypeError):
-        pass
-    raise MalformedRowError("its `generations` are no list of `prompt_ids` and `answer_ids`")
 
 
 def _parsed(value: Any) -> Any:

@@ -75,12 +75,13 @@ def checkpoint_fingerprint(name: str | Path) -> str:
 
 
 def tokenizer_fingerprints(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Returns fingerprints of the tokenizer and of its chat template."""
+    """Returns fingerprints of the tokenizer and of its chat template, with the arguments that it takes by default."""
     if tokenizer.is_fast:  # what the tokenizer was asked to do last is no part of it
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     else:
         state = tokenizer.get_vocab()
-    texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": str(tokenizer.chat_template)}
+    kwargs = getattr(tokenizer.apply_chat_template, "keywords", "")
+    texts = {"tokenizer": json.dumps(state, sort_keys=True), "template": f"{tokenizer.chat_template}{kwargs}"}
     return {name: _hash([text]) for name, text in texts.items()}
 
 
@@ -124,7 +125,6 @@ def _sampled(path: Path) -> list[tuple[str, str, str, bytes]]:
 
 
 def _some_bytes(file: BinaryIO, start: int, stop: int) -> bytes:
-    """Returns evenly spaced pieces of what a file holds from `start` to `stop`."""
     found = b""
     for offset in range(start, stop, max((stop - start) // _NUM_PIECES, _PIECE_BYTES)):
         file.seek(offset)

@@ -19,15 +19,9 @@ _allowed: ContextVar[str | None] = ContextVar("allowed", default=None)
 
 class Manifest:
     """
-    The manifest of a folder, or of a `file` in it.
-
-    Attributes:
-        made_from: The values by name; empty where nothing is written yet.
-        is_finished: Whether the artefact is complete.
-        forced: What differed where the artefact was continued all the same (`--force`).
-
-    Raises:
-        ValueError: The manifest is damaged.
+    The manifest of a folder, or of a `file` in it: what it is `made_from`, empty where nothing is written yet, whether
+    it `is_finished`, and what differed where it was continued all the same (`forced`). Raises `ValueError` where it is
+    damaged.
     """
 
     def __init__(self, folder: str | Path, file: str = ""):
@@ -67,12 +61,7 @@ class Manifest:
             self.write(self.made_from, self.is_finished)
 
     def write(self, made_from: dict[str, Any], is_finished: bool = False) -> None:
-        """
-        Writes the file completely or not at all.
-
-        Raises:
-            OSError: The disk is full.
-        """
+        """Writes the file completely or not at all; raises `OSError` where the disk is full."""
         self.made_from, self.is_finished = made_from, is_finished
         found = {"made_from": made_from, "is_finished": is_finished}
         if self.forced:
@@ -103,24 +92,13 @@ def forced_differences(folder: Path) -> list[str]:
 
 def begin(path: Path, made_from: dict[str, Any], instead: str = "Write into another file or delete this one.") -> None:
     """
-    Writes the manifest of a file of rows, or where it has some, compares with that. `instead` is what to do where they
-    differ.
-
-    Raises:
-        ValueError: The file was begun with other settings, or its manifest is damaged.
-        OSError: The disk is full. What was written before stays.
+    Writes the manifest of a file of rows, or compares with the one it has, and says what to do `instead` where they
+    differ (`ValueError`).
     """
     has_rows = path.exists() and path.stat().st_size > 0
-    before = path.with_name(f"{path.name}.settings.json")
     if not has_rows:
         path.with_name(f"{path.name}.{MADE_FROM}").unlink(missing_ok=True)
     manifest = Manifest(path.parent, path.name)
-    if has_rows and manifest.made_from:
-        manifest.check(made_from, instead)
-    elif has_rows and before.exists():
-        raise UserValueError(
-            f"An earlier version began {str(path)!r}. Delete {before.name!r} to continue with the current "
-            f"settings, or write into another file."
-        )
-    else:
+    manifest.check(made_from, instead)
+    if not manifest.made_from:
         manifest.write(made_from)

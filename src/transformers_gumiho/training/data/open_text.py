@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
@@ -33,25 +34,10 @@ def count_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 def with_template_kwargs(
     tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
 ) -> PreTrainedTokenizerBase:
-    """
-    Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others. Raises
-    `ValueError` where they are none.
-    """
-    if not isinstance(kwargs or {}, Mapping) or not all(str(name).isidentifier() for name in kwargs or {}):
-        raise UserValueError(
-            f"Arguments of a chat template are names and values such as {{'enable_thinking': False}}, got {kwargs!r}."
-        )
-    if not kwargs or not tokenizer.chat_template:
-        return tokenizer
-    # `tools` and `documents` are always given, as `None` where there are none.
-    lines = [
-        f"{{%- set {name} = {name} if {name} is defined and {name} is not none else {value!r} +%}}"
-        for name, value in kwargs.items()
-    ]
-    tokenizer, template = copy.copy(tokenizer), tokenizer.chat_template
-    is_one = isinstance(template, str)
-    templates = {name: "".join(lines) + text for name, text in ({"": template} if is_one else template).items()}
-    tokenizer.chat_template = templates[""] if is_one else templates
+    """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
+    if kwargs and tokenizer.chat_template:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **kwargs)
     return tokenizer
 
 

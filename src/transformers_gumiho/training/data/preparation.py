@@ -12,21 +12,23 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...commands import UserValueError
-from .conversations import Example, read_row
+from .conversations import read_row
 from .datasets import JSON_LINE, MalformedRowError, full_cache_named
 from .open_text import with_template_kwargs
 from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 7
+_FORMAT = 8
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
-_COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_tokens_cut", "num_dropped")
+_COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_dropped")
 # Of a row that the target answers: what it reads first, the conversation as JSON, and the tokens of all questions.
 _PROMPT: dict[str, Any] = {"prompt_ids": Sequence(Value("int32")), "conversation": Value("string")}
-_LOOKS: dict[str, Any] = {"key": Value("string")}
-_LOOKS |= dict.fromkeys(("num_answers", "num_tokens", "num_dropped"), Value("int64"))
+_PROMPT |= {"key": Value("string")} | dict.fromkeys(("num_answers", "num_tokens", "num_dropped"), Value("int64"))
+# Of a text that is learned: besides its tokens, a fingerprint of its row, and what a user says first in it.
+_TEXT = _ROWS | dict.fromkeys(("key", "contents", "question"), Value("string"))
+_TEXT |= dict.fromkeys((*_COUNTS, "num_answers"), Value("int64"))
 # Texts that are packed together come from as many at a time.
 _PACKING_BATCH = 1000
 # What may differ between two texts that say the same.
@@ -38,8 +40,8 @@ class PreparationReport:
     """
     What became of a dataset: the numbers of the rows that are left out, by reason (`problems`); `num_texts` texts, of
     which each window of a long raw text is one, with `num_tokens` tokens, of which the loss counts `num_loss_tokens`;
-    `num_truncated` texts that were cut at the maximum length, and the `num_tokens_cut` tokens of these; `num_dropped`
-    answers that began a row, and were left out; `num_rows` rows after packing.
+    `num_truncated` texts that were cut at the maximum length; `num_dropped` answers that began a row, and were left
+    out; `num_rows` rows after packing.
     """
 
     problems: dict[str, list[int]] = field(default_factory=dict)
@@ -47,16 +49,14 @@ class PreparationReport:
     num_tokens: int = 0
     num_loss_tokens: int = 0
     num_truncated: int = 0
-    num_tokens_cut: int = 0
     num_dropped: int = 0
     num_rows: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.num_texts:,} texts with {self.num_tokens:,} tokens ({self.num_loss_tokens:,} of them count) in "
-            f"{self.num_rows} rows; {self.num_truncated:,} texts truncated ({self.num_tokens_cut:,} "
-            f"tokens cut); {sum(map(len, self.problems.values())):,} left out"
-            f"{_left_out(self.problems, self.num_dropped)}"
+            f"{self.num_rows} rows; {self.num_truncated:,} texts truncated; "
+            f"{sum(map(len, self.problems.values())):,} left out{_left_out(self.problems, self.num_dropped)}"
         )
 
 
@@ -116,10 +116,7 @@ def prepare_dataset(
         raise UserValueError(
             f"`max_length` must be at least 2 and at most the target's {positions} positions, got {max_length}."
         )
-    columns = _ROWS | dict.fromkeys(_COUNTS, Value("int64"))
-    settings = {"max_length": max_length, "vocab_size": config.vocab_size}
-    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
-    found = _read_rows(dataset, _encode, columns, tokenizer, num_proc, **settings)
+    found = read_texts(dataset, with_template_kwargs(tokenizer, chat_template_kwargs), config, max_length, num_proc)
     places, problems = _sorted_out(found)
     rows = found.select(places)
     counts = {name: sum(rows[name]) for name in _COUNTS}
@@ -128,9 +125,30 @@ def prepare_dataset(
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
     rows = rows.select_columns(list(_ROWS))
     if packing:
-        rows = _packed(rows, max_length)
+        settings = {"max_length": max_length, "format_version": _FORMAT}
+        rows = rows.map(
+            _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
+            desc="packing",
+        )  # fmt: skip
         report.num_rows = len(rows)
     return rows, report
+
+
+def read_texts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    target_config: PreTrainedConfig,
+    max_length: int,
+    num_proc: int | None = None,
+) -> Dataset:
+    """
+    Reads rows that have answers: the texts of each with their tokens, cut at the maximum length, and the `problem` of
+    one that cannot be used. They may be selected from before [`prepare_dataset`] packs them.
+    """
+    if "contents" in (getattr(dataset, "column_names", None) or ()):
+        return dataset  # which was read before
+    settings = {"max_length": max_length, "vocab_size": target_config.get_text_config(decoder=True).vocab_size}
+    return _read_rows(dataset, _encode, _TEXT, tokenizer, num_proc, **settings)
 
 
 def read_prompts(
@@ -152,67 +170,53 @@ def read_prompts(
     Raises:
         ValueError: The dataset is a stream or empty.
     """
-    if {*_PROMPT, *_LOOKS} <= {*(getattr(dataset, "column_names", None) or ())}:
+    if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):
         return dataset  # which was read before
-    settings = {"num_prompt_tokens": num_prompt_tokens}
-    return _read_rows(dataset, _prompt, _PROMPT | _LOOKS, tokenizer, num_proc, **settings)
+    return _read_rows(dataset, _prompt, _PROMPT, tokenizer, num_proc, num_prompt_tokens=num_prompt_tokens)
 
 
-def usable_rows(
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    *,
-    answered: bool = False,
-    max_new_tokens: int | None = None,
-    num_proc: int | None = None,
-) -> tuple[Dataset, str]:
+def usable_rows(found: Dataset, max_length: int) -> tuple[Dataset, str]:
     """
-    Returns what [`read_prompts`] reads of the rows that a target can answer; or if they are `answered`, the rows that
-    have an answer. Duplicates are left out; a report has the reasons.
-
-    Raises:
-        ValueError: The dataset is a stream, empty or of no known form, or no row can be used.
+    Returns what [`read_prompts`] or [`read_texts`] found in the rows that can be used, without duplicates, and a
+    report that has the reasons. Raises `ValueError` where no row can be used.
     """
-    if answered:
-        looks = _read_rows(dataset, _look, _LOOKS, tokenizer, num_proc)
-    else:
-        looks = read_prompts(dataset, tokenizer, num_proc=num_proc)
-    places, problems = _sorted_out(looks)
-    keys, numbers, first = list(looks["key"]), list(looks["row"]), dict[str, int]()
-    lengths = [0] * len(keys) if answered else [len(ids or ()) for ids in looks["prompt_ids"]]
+    places, problems = _sorted_out(found)
+    keys, numbers = list(found["key"]), list(found["row"])
+    first: dict[str, int] = {}
+    kept: list[int] = []
+    num_rows = len({*numbers})
+    has_prompts = "prompt_ids" in found.column_names
+    lengths = [len(ids or ()) for ids in found["prompt_ids"]] if has_prompts else [0] * len(keys)
     for place in places:
         if lengths[place] >= max_length:
             reason = f"its first prompt leaves no room for an answer within {max_length} tokens"
             problems.setdefault(reason, []).append(numbers[place])
-        elif first.setdefault(keys[place], place) != place:
+        elif first.setdefault(keys[place], numbers[place]) != numbers[place]:
             problems.setdefault("is a duplicate", []).append(numbers[place])
-    looks = looks.select(first.values())
-    num_answers = sum(looks["num_answers"])
-    report = f"{len(looks):,} of {len(dataset):,} rows can be used, with {num_answers:,} answers"
-    if not answered:
-        report += f" to write after {sum(map(len, looks['prompt_ids'])):,} tokens of first prompts"
-    if max_new_tokens:
-        report += f": about {num_answers * max_new_tokens // 2:,} tokens, if they have half of {max_new_tokens} each"
-    report += _left_out(problems, sum(looks["num_dropped"]))
-    if not len(looks):
+        else:
+            kept.append(place)
+    found = found.select(kept)
+    report = f"{len(first):,} of {num_rows:,} rows can be used, with {sum(found['num_answers']):,} answers"
+    if has_prompts:
+        report += f" to write after {sum(map(len, found['prompt_ids'])):,} tokens of first prompts"
+    report += _left_out(problems, sum(found["num_dropped"]))
+    if not kept:
         raise UserValueError(f"No row of the dataset can be used:\n{report}")
-    return dataset.select(looks["row"]) if answered else looks, report
+    return found, report
 
 
 class DataSize(NamedTuple):
-    """The rows that a drafter is trained on, their tokens, and the tokens of the longest one."""
+    """The rows that a drafter is trained on, and their tokens."""
 
     num_rows: int
     num_tokens: int
-    longest: int
 
 
 def size_of_prompts(prompts: Dataset, tokens_per_answer: float, max_length: int) -> DataSize:
     """Returns the size of the conversations that prompts of [`read_prompts`] become, with answers of this length."""
     pairs = zip(prompts["num_tokens"], prompts["num_answers"], strict=True)
     lengths = [min(int(num_tokens + turns * tokens_per_answer), max_length) for num_tokens, turns in pairs]
-    return DataSize(len(lengths), sum(lengths), max(lengths))
+    return DataSize(len(lengths), sum(lengths))
 
 
 def plain_rows(dataset: Dataset) -> Dataset:
@@ -239,10 +243,18 @@ def held_out_numbers(num_rows: int, num_eval_rows: float, seed: int) -> list[int
 
 
 def split_rows(rows: Dataset, num_eval_rows: float, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Returns the rows to train on, and those to hold out ([`held_out_numbers`]), `None` where these are none."""
-    held_out = held_out_numbers(len(rows), num_eval_rows, seed)
-    trained = sorted({*range(len(rows))} - {*held_out})
-    return rows.select(trained), rows.select(held_out) if held_out else None
+    """
+    Returns the rows to train on, and those to hold out ([`held_out_numbers`]), `None` where these are none. Texts of
+    one row stay together.
+    """
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(rows["row"] if "contents" in rows.column_names else range(len(rows))):
+        places.setdefault(number, []).append(place)
+    by_row = [*places.values()]
+    held_out = held_out_numbers(len(by_row), num_eval_rows, seed)
+    trained = sorted({*range(len(by_row))} - {*held_out})
+    parts = [rows.select([place for row in chosen for place in by_row[row]]) for chosen in (trained, held_out)]
+    return parts[0], parts[1] if held_out else None
 
 
 def normalized(text: str) -> str:
@@ -251,7 +263,6 @@ def normalized(text: str) -> str:
 
 
 def _left_out(problems: dict[str, list[int]], num_dropped: int) -> str:
-    """Returns lines on what is left out of a dataset."""
     lines = [f"  {num_dropped:,} conversations begin with an answer, which is left out"] if num_dropped else []
     for problem, rows in sorted(problems.items(), key=lambda item: -len(item[1])):
         lines.append(f"  left out {len(rows):,} (the first is row {rows[0]}): {problem}")
@@ -316,7 +327,6 @@ def _read_batch(
 
 
 def _prompt(row: dict[str, Any], renderer: Renderer, num_prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yields what the target reads first of a row, and the rest of its conversation."""
     example = read_row(row, bool(renderer.tokenizer.chat_template), answered=False)
     first, *_ = example.turns
     ids = renderer.prompt(example.messages[:first], example.extras, bool(example.text))
@@ -326,18 +336,15 @@ def _prompt(row: dict[str, Any], renderer: Renderer, num_prompt_tokens: int) -> 
     later = [message["content"] or "" for message in example.messages[first:] if message["role"] != "assistant"]
     num_tokens = len(ids) + sum(len(renderer.encode(text)) for text in later)
     conversation = json.dumps(asdict(replace(example, generations=[])), ensure_ascii=False, default=str)
-    yield _looks(example, questions) | {"prompt_ids": ids, "conversation": conversation, "num_tokens": num_tokens}
+    yield {
+        "prompt_ids": ids, "conversation": conversation, "num_tokens": num_tokens,
+        "key": _hash(normalized(f"{questions} {example.extras}")),
+        "num_answers": len(example.turns), "num_dropped": example.drops_answer,
+    }  # fmt: skip
 
 
-def _look(row: dict[str, Any], renderer: Renderer) -> Iterator[dict[str, Any]]:
-    """Yields the key of a row that has answers, by which duplicates are found, and its counts for the report."""
-    example = read_row(row, bool(renderer.tokenizer.chat_template))
-    yield _looks(example, example.messages)
-
-
-def _looks(example: Example, said: list[dict[str, Any]]) -> dict[str, Any]:
-    key = hashlib.sha256(normalized(f"{said} {example.extras}").encode()).hexdigest()
-    return {"key": key, "num_answers": len(example.turns), "num_dropped": example.drops_answer}
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size: int) -> Iterator[dict[str, Any]]:
@@ -346,30 +353,27 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
     texts = renderer.texts(example)
     if any(token >= vocab_size for ids, _ in texts for token in ids):
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
-    num_dropped = int(example.drops_answer)
+    said = f"{example.messages} {example.extras}"
+    of_row = {"key": _hash(normalized(said)), "contents": _hash(f"{said} {example.ended} {example.generations}")}
+    of_first = {
+        "num_dropped": int(example.drops_answer),
+        "num_answers": len(example.turns),
+        "question": example.question,
+    }
     for ids, learned in texts:
         counts = counting_states(ids, learned, renderer.tokenizer.eos_token_id)
         is_cut = len(ids) > max_length and example.text != "text"
         for start in range(0, max_length if is_cut else max(len(ids), 1), max_length):
-            some, mask = ids[start : start + max_length], counts[start : start + max_length]
+            some = ids[start : start + max_length]
+            mask = counts[start : start + max_length]
             if any(mask[1:]):
-                num_cut = (len(ids) - max_length) * is_cut
-                yield {
+                yield of_row | of_first | {
                     "input_ids": some, "loss_mask": mask, "num_tokens": len(some), "num_loss_tokens": sum(mask),
-                    "num_truncated": is_cut, "num_tokens_cut": num_cut, "num_dropped": num_dropped,
+                    "num_truncated": is_cut,
                 }  # fmt: skip
-                num_dropped = 0
+                of_first = {"num_dropped": 0, "num_answers": 0, "question": ""}
             elif not start:  # or else it is the end of a long text, too short to learn from
                 yield {"problem": "no token to learn within the maximum length"}
-
-
-def _packed(rows: Dataset, max_length: int) -> Dataset:
-    """Returns rows of several texts, each with positions of its own."""
-    settings = {"max_length": max_length, "format_version": _FORMAT}
-    return rows.map(
-        _pack_batch, batched=True, batch_size=_PACKING_BATCH, features=Features(_PACKED), fn_kwargs=settings,
-        desc="packing",
-    )  # fmt: skip
 
 
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:

@@ -76,7 +76,7 @@ class Renderer:
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     @cached_property
-    def _after_answer(self) -> tuple[int, str]:
+    def after_answer(self) -> tuple[int, str]:
         """
         The token with which the chat template ends an answer, without one the tokenizer's end of a text; and what it
         writes after that, such as the end of the whole text, or the opening of a further answer.
@@ -92,13 +92,7 @@ class Renderer:
         rest = self.decode(after[end + 1 :])
         return after[end], rest if rest.strip() else ""
 
-    @property
-    def end_of_answer(self) -> int:
-        """The token that ends an answer."""
-        return self._after_answer[0]
-
     def _after_marks(self, text: str) -> str:
-        """Returns what follows the last special token of a text."""
         ids = self.encode(text)
         return self.decode(ids[self._num_to_last_special(ids) :])
 
@@ -127,7 +121,6 @@ class Renderer:
         return _merged(texts)
 
     def _written(self, example: Example) -> list[Text]:
-        """Returns what the target read and wrote, as it is."""
         texts = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in example.generations]
         if (example.messages[-1]["content"] or "").strip() not in self.decode(texts[-1][0]):
             raise MalformedRowError("its tokens are another tokenizer's")
@@ -137,7 +130,7 @@ class Renderer:
         """Returns the conversation up to an answer, of which the answer's own tokens are learned."""
         before, message = example.messages[:turn], example.messages[turn]
         prompt = self._render(before, example.extras, add_generation_prompt=True)
-        whole = self._render([*before, message], example.extras).removesuffix(self._after_answer[1])
+        whole = self._render([*before, message], example.extras).removesuffix(self.after_answer[1])
         if not whole.startswith(prompt):
             raise MalformedRowError(UNCLEAR)
         answer, content = whole[len(prompt) :], (message["content"] or "").strip()
@@ -157,7 +150,6 @@ class Renderer:
         return self._learned(ids, self._first_token(ids, self.encode(prompt), answer))
 
     def _marked(self, example: Example) -> Text:
-        """Returns a conversation whose template marks what the assistant says."""
         encoding = self._apply(example.messages, example.extras, tokenize=True, return_assistant_tokens_mask=True)
         before = example.messages[: example.first_trained]
         first = len(self.encode(self._render(before, example.extras))) if before else 0

@@ -1,5 +1,6 @@
 """Files that a stopped run can continue: their complete lines, and who writes them."""
 
+import errno
 import json
 import os
 import sys
@@ -7,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from ...commands import UserOSError, UserValueError, says_full
 
@@ -38,24 +41,14 @@ def cut_incomplete_line(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """
-    Adds rows to the end of a file. They are written when this returns.
-
-    Raises:
-        OSError: The disk is full. What was written before stays.
-    """
+    """Adds rows to the end of a file; raises `OSError` where the disk is full, and what was there stays."""
     with os_errors_named(path), path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """
-    Locks a file or folder for this run, however the run ends. A missing file is created.
-
-    Raises:
-        OSError: Another run writes there.
-    """
+    """Locks a file or folder, which is created, for this run; raises `OSError` where another run writes there."""
     if fcntl is None:  # Windows has no locks that end with the process without leaving a file
         yield
         return
@@ -75,18 +68,16 @@ def sole_writer(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def way_out(error: Exception) -> str:
-    """Returns what to do about an error in writing a file."""
-    return f"{'Make room' if says_full(error) else 'Remove the cause'} and run this again: it continues here"
-
-
 @contextmanager
 def os_errors_named(path: Path) -> Iterator[None]:
     """Adds the name of the file, and what to do, to an error in writing it."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        todo = "Make room" if says_full(error) else "Remove the cause"
+        said = getattr(error, "strerror", None) or error
         raise UserOSError(
-            error.errno,
-            f"Could not write {str(path)!r}: {error.strerror}. What was written before stays. {way_out(error)}",
+            getattr(error, "errno", None) or errno.EIO,
+            f"Could not write {str(path)!r}: {said}. What was written before stays. {todo} and run this again: it "
+            f"continues here",
         ) from error

@@ -11,6 +11,12 @@ import torch
 from .predictors import Predictor
 
 
+WHAT_COUNTS = (
+    "A state counts where its token and the next one are the assistant's: see to `loss_mask`, or `labels` (-100 for "
+    "all other tokens)."
+)
+
+
 class SelectedPositions(NamedTuple):
     """The states of a batch that count as targets, and what the drafter predicted for each."""
 

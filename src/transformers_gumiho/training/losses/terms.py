@@ -18,16 +18,10 @@ LMHead = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Readout:
-    """
-    States, and what the output head reads from them; it runs when that is first asked for.
+    """States, and what the output head reads from them; it runs when that is first asked for."""
 
-    Attributes:
-        states (`(..., H)`): The target's last hidden states, or the drafter's features that predict them.
-        lm_head: The function from states to logits `(..., V)`.
-    """
-
-    states: torch.Tensor
-    lm_head: LMHead
+    states: torch.Tensor  # (..., H): the target's last hidden states, or the drafter's features that predict them
+    lm_head: LMHead  # from states to logits (..., V)
 
     @cached_property
     def logits(self) -> torch.Tensor:

@@ -59,7 +59,10 @@ def writing_contents(run: RunContext, tokenizer: Any) -> dict[str, Any]:
 
 def rows_contents(run: RunContext, answers: Path) -> dict[str, Any]:
     """Returns what the training's rows are made from: the answers, and how they are cut into rows."""
-    data = file_fingerprint(answers) if run.args.regenerate else conversations_fingerprint(run.rows)
+    if run.args.regenerate:
+        data = file_fingerprint(answers)
+    else:
+        data = conversations_fingerprint(run.rows.select_columns("contents"))
     return _of(run.args, _LOCKS_ROWS) | {"data": data, "seed": run.seed}
 
 

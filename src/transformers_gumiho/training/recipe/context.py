@@ -25,11 +25,8 @@ from .target import load_rows, load_target, load_tokenizer, row_length, say
 
 class RunContext:
     """
-    What the stages of a run share. `fields` are those of the drafter's config that options and recipe decide.
-
-    Args:
-        options: What is asked for.
-        folder: Receives the drafter.
+    What the stages of a run share. Its `folder` receives the drafter; `fields` are those of the drafter's config that
+    options and recipe decide.
     """
 
     def __init__(self, options: Options, folder: Path):

@@ -27,24 +27,14 @@ _NOT_KEPT = {"config", "restart", "yes", "force", "plan", "ignore_plan", "hub_to
 
 @dataclass
 class Options:
-    """
-    What a run is asked to do.
-
-    Attributes:
-        run: The options besides the trainer's.
-        training: The trainer's, as far as all phases share them.
-        phases: The trainer's, by the name of the phase.
-        given: The names of those that the command line or its file gives.
-        values: Those of all phases, by name.
-        of_phases: Those of one phase alone, by its name.
-    """
+    """What a run is asked to do."""
 
     run: RecipeArguments
-    training: GumihoTrainingArguments
-    phases: dict[str, GumihoTrainingArguments]
-    given: set[str]
-    values: dict[str, Any]
-    of_phases: dict[str, dict[str, Any]]
+    training: GumihoTrainingArguments  # as far as all phases share them
+    phases: dict[str, GumihoTrainingArguments]  # by name
+    given: set[str]  # the names of what the command line or its file gives
+    values: dict[str, Any]  # of all phases
+    of_phases: dict[str, dict[str, Any]]  # of one phase alone
 
     def fit_to_target(self, config: Any) -> None:
         """Gives phases what a target of this config decides: the learning rate, and a new drafter's tokens."""
@@ -88,8 +78,6 @@ def read_options(words: Sequence[str], summary: str) -> Options:
     of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=package["help"])
     path = of_line.get("config")
     of_file, phases_of_file = ({}, {}) if path is None else _read(path, of_line.get("use_cpu"))
-    if phases_of_file and "recipe" in of_line:
-        raise UserValueError("--recipe and the phases of --config are two recipes. Leave one of them out.")
     given = of_file | of_line
     values = _in_agreement(package["everywhere"] | package[device_of(given.get("use_cpu"))], given)
     run, training = build(_KINDS, values)
@@ -163,14 +151,12 @@ def _read(path: Path, use_cpu: bool | None) -> tuple[dict[str, Any], dict[str, d
 
 
 def _as_given(part: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns values of a YAML file as a command line would give them; raises `ValueError` for an unknown option."""
+    """Returns values of a YAML file as a command line would give them; an unknown one ends the program."""
     values = part or {}
-    kind_of = {item.name: str(item.type) for kind in _KINDS for item in fields(kind)}
-    if unknown := set(values) - set(kind_of):
-        raise UserValueError(f"There is no option {min(unknown)!r}, which --config gives. See `gumiho train --help`.")
+    lists = {item.name for kind in _KINDS for item in fields(kind) if str(item.type).startswith("list")}
     words: list[str] = []
     for name, value in values.items():
-        if kind_of[name].startswith("list") and value is not None:
+        if name in lists and value is not None:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict | bool) else value}")

@@ -38,13 +38,9 @@ from .target import load_tokenizer, say
 
 class Training:
     """
-    The trainings of a run. They leave the drafter, its tokenizer and its card in its folder.
-
-    Args:
-        run: What is asked for.
-        data: Arguments of the trainer, from [`cached_data`] or [`online_data`].
-        load_source: Gives the target or its cached features. It is called only if there is anything to train.
-        made_from: What the data is made from.
+    The trainings of a run. They leave the drafter, its tokenizer and its card in its folder. `data` holds arguments of
+    the trainer, and is `made_from` these contents. `load_source` gives the target or its cached features. It is called
+    only if there is anything to train.
     """
 
     def __init__(

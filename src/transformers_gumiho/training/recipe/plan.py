@@ -13,17 +13,16 @@ from transformers import AutoModelForCausalLM
 from ...commands import UserOSError
 from ...model.modeling_gumiho import GumihoModel
 from ...model.target_shape import state_width
-from ..data.preparation import DataSize, prepare_dataset, size_of_prompts
-from ..feature_cache import FeatureDataset, row_lengths
+from ..data.preparation import DataSize, size_of_prompts
+from ..feature_cache import FeatureDataset
 from ..feature_extraction import DEFAULT_BATCH_TOKENS, state_bytes
 from .context import RunContext
-from .target import load_tokenizer, say
+from .target import say
 from .trials import WAYS_OUT, try_stages
 
 
 # Of the limit: how long answers are on average. Half of SmolLM2's end before 200 of 224 tokens.
 _ANSWER_SHARE = 0.5
-_SAMPLE = 256  # answered rows, evenly spread, that stand for all where there are more
 # Of a token: in the file of answers, and in the cache of `datasets`, with its text once, its id and whether it counts.
 _TEXT_BYTES, _PREPARED_BYTES = 6, 11
 _IDS_BYTES = 12  # of a token in a batch
@@ -69,18 +68,15 @@ def size_of_data(run: RunContext) -> DataSize:
     args, rows, max_length = run.args, run.rows, run.longest_row
     if args.features is not None:
         lengths = [length for folder in args.features for length in FeatureDataset(folder).lengths]
-        return DataSize(len(lengths), sum(lengths), max(lengths))
+        return DataSize(len(lengths), sum(lengths))
     answer = args.max_new_tokens * _ANSWER_SHARE
     if rows is None:
         length = min(int(args.max_prompt_tokens * _ANSWER_SHARE + answer), max_length)
-        return DataSize(args.num_prompts, args.num_prompts * length, length)
+        return DataSize(args.num_prompts, args.num_prompts * length)
     if args.regenerate:
         return size_of_prompts(rows, answer, max_length)
-    sample = rows.select(range(0, len(rows), max(len(rows) // _SAMPLE, 1)))
-    # A long text is cut into several rows.
-    encoded, _ = prepare_dataset(sample, load_tokenizer(args), run.target_config, max_length=max_length, packing=False)
-    lengths, scale = row_lengths(encoded) or [0], len(rows) / len(sample)
-    return DataSize(round(len(lengths) * scale), round(sum(lengths) * scale), max(lengths))
+    # A long text was cut into several rows.
+    return DataSize(len(rows), sum(rows["num_tokens"]))
 
 
 def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:

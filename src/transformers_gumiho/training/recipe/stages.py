@@ -44,12 +44,8 @@ Measures = Mapping[str, Callable[[RecipeArguments, Path, Path, int], str]]
 
 class Run(RunContext):
     """
-    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder.
-
-    Args:
-        options: What is asked for.
-        folder: Receives the drafter.
-        measures: Does the stages `tune` and `evaluate`, by their names, and returns what it found in words.
+    One run of `gumiho train`. Everything but the drafter itself lies in `work/` within its folder. `measures` does the
+    stages `tune` and `evaluate`, by their names, and returns what it found in words.
     """
 
     def __init__(self, options: Options, folder: Path, measures: Measures):
@@ -123,13 +119,7 @@ class Run(RunContext):
         return Manifest(*place).is_finished
 
     def _keep_options(self) -> None:
-        path, resolved = self.work / RESOLVED, self.options.resolved()
-        before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-        PartialState().wait_for_everyone()
-        if before == resolved:
-            say(f"options: as before, in {path}")
-            return
-        text = yaml.safe_dump(resolved, sort_keys=False)
+        path, text = self.work / RESOLVED, yaml.safe_dump(self.options.resolved(), sort_keys=False)
         say(f"options, which {path} keeps:\n{text}")
         if self.is_main:
             path.write_text(text, encoding="utf-8")
@@ -244,8 +234,9 @@ class Run(RunContext):
         """Writes prompts of the rows that are held out into a file, and returns their number."""
         args, tokenizer = self.args, load_tokenizer(self.args)
         room = num_positions(self.target_config) - args.measured_new_tokens
-        texts = (text for text in map(first_question, self._split()[1] or []) if text)
-        fitting = (text for text in texts if len(encode_turn(tokenizer, [text], [])) <= room)
+        rows = self._split()[1] or ()
+        texts = map(first_question, rows) if args.regenerate or not rows else rows["question"]
+        fitting = (text for text in texts if text and len(encode_turn(tokenizer, [text], [])) <= room)
         prompts = list(islice(fitting, args.num_measured_prompts))
         if self.is_main:
             lines = [json.dumps({"prompt": text}) + "\n" for text in prompts]

@@ -21,7 +21,7 @@ from .. import LocalEngine, Sampling, ServerEngine, WritingSettings, regenerate_
 from ..data import open_text
 from ..data.bars import write_lines
 from ..data.datasets import load_conversations
-from ..data.preparation import usable_rows
+from ..data.preparation import read_prompts, read_texts, usable_rows
 from ..writing.row_file import Engine, processes
 from .arguments import WritingArguments
 
@@ -68,13 +68,15 @@ def load_rows(
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
     """Returns the prompts of the data, or the rows that are `answered` and can be learned, and a report."""
-    limit = None if answered else args.max_new_tokens
     with processes().main_process_first():  # the others read what it has prepared
         rows = load_conversations(str(args.data), args.data_split)
         rows = rows if args.num_rows is None else rows.select(range(min(args.num_rows, len(rows))))
-        return usable_rows(
-            rows, tokenizer, row_length(args, config), answered=answered, max_new_tokens=limit, num_proc=num_proc
-        )
+        max_length = row_length(args, config)
+        if answered:
+            found = read_texts(rows, tokenizer, config, max_length, num_proc)
+        else:
+            found = read_prompts(rows, tokenizer, num_proc=num_proc)
+        return usable_rows(found, max_length)
 
 
 def write_answers(

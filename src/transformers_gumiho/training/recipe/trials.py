@@ -41,19 +41,12 @@ WAYS_OUT = {
 
 
 class Trial(NamedTuple):
-    """
-    Attributes:
-        stage: The stage or phase.
-        run: Runs a pass of this many units.
-        size: The units that are planned.
-        smallest: The fewest that can be asked for.
-        unit: What they are.
-    """
+    """The pass that is planned of a stage or phase, in tokens or rows."""
 
     stage: str
-    run: Callable[[int], None]
+    run: Callable[[int], None]  # runs a pass of this size
     size: int
-    smallest: int
+    smallest: int  # that can be asked for
     unit: str = "tokens"
 
 

@@ -41,11 +41,6 @@ class WritingSettings:
     seed: int = 0
     num_prompt_tokens: int = 64
 
-    def __post_init__(self) -> None:
-        for name in ("max_length", "max_new_tokens", "num_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise UserValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-
 
 def regenerate_dataset(
     dataset: Dataset,
@@ -84,8 +79,10 @@ def regenerate_dataset(
             or what the target computes is not finite.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
-    settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
-    prompts, renderer = read_prompts(dataset, tokenizer, settings.num_prompt_tokens), Renderer(tokenizer)
+    settings = settings or WritingSettings()
+    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
+    renderer = Renderer(tokenizer)
+    prompts = read_prompts(dataset, tokenizer, settings.num_prompt_tokens)
     if made_from is None:
         made_from = {"rows": conversations_fingerprint(prompts.select_columns("conversation"))} | engine.made_from
         made_from |= tokenizer_fingerprints(tokenizer) | asdict(settings)
@@ -94,7 +91,10 @@ def regenerate_dataset(
         return write_row(number, prompts[number], renderer, settings)
 
     with row_file(output_file, made_from) as file:
-        file.write(_longest_first(prompts), begin, engine, "target answers")
+        # Those with long prompts first, so that like ones are answered together.
+        lengths = [len(ids or ()) for ids in prompts["prompt_ids"]]
+        longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        file.write(longest_first, begin, engine, "target answers")
         report, num_answers = _report(file.rows(), settings)
         file.finish(file.rows(), report)
     if not num_answers:
@@ -102,7 +102,6 @@ def regenerate_dataset(
 
 
 def _report(rows: Iterable[dict[str, Any]], settings: WritingSettings) -> tuple[str, int]:
-    """Returns what became of the rows, and the number of answers."""
     num_rows, num_answers, reasons, cut = 0, 0, list[str](), Counter[str]()
     for row in rows:
         num_rows += 1
@@ -127,7 +126,8 @@ def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings:
     sampling = settings.sampling if chance.random() < settings.sampling.share else None
     generations: list[dict[str, Any]] = []
     written: dict[str, Any] = {}
-    example, prompt = Example(**json.loads(row["conversation"])), row["prompt_ids"]
+    example = Example(**json.loads(row["conversation"]))
+    prompt = row["prompt_ids"]
     history = example.messages[: example.turns[0]]
     try:
         for turn, following in zip(example.turns, [*example.turns[1:], None], strict=True):
@@ -177,9 +177,3 @@ def loops(ids: list[int]) -> bool:
     tail = ids[-_LOOP_TOKENS:]
     phrases = range(1, _LONGEST_PHRASE + 1)
     return len(tail) == _LOOP_TOKENS and any(tail[size:] == tail[:-size] for size in phrases)
-
-
-def _longest_first(prompts: Dataset) -> list[int]:
-    """Returns the numbers of the rows: those with long prompts first, so that like ones are answered together."""
-    lengths = [len(ids or ()) for ids in prompts["prompt_ids"]]
-    return sorted(range(len(lengths)), key=lambda number: -lengths[number])

@@ -61,7 +61,9 @@ class LocalEngine:
     def __init__(self, target: PreTrainedModel, batch_size: int = 32, tokens_per_pass: int | None = None):
         if batch_size < 1:
             raise UserValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        self.target, self.batch_size, self.tokens_per_pass = target.eval(), batch_size, tokens_per_pass
+        self.target = target.eval()
+        self.batch_size = batch_size
+        self.tokens_per_pass = tokens_per_pass
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
         # Rows join and leave a cache that holds all their tokens. Elsewhere all rows of a batch end before others.
@@ -73,10 +75,9 @@ class LocalEngine:
         own = own_settings(self.target.generation_config)
         return {"target": model_fingerprint(self.target), "generation_config": own}
 
-    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of the `tasks` as they end; `is_proven` is for servers. Raises `ValueError` if what
-        the target computes is not finite.
+        Yields the numbers and rows of the `tasks` as they end; raises `ValueError` for numbers that are not finite.
         """
         left, running, waiting = iter(tasks), dict[int, Task](), list[_Row]()
         batch, answered = _Batch([], self.target, self._is_open), list[_Row]()
@@ -100,8 +101,10 @@ class LocalEngine:
                     raise
                 # Rows begin again where they are, with fewer beside them.
                 rows = {row.number: row for row in [*batch.rows, *waiting]}.values()
-                answered, waiting = [row for row in rows if row.is_done], [row for row in rows if not row.is_done]
-                batch, num_rows = _Batch([], self.target, self._is_open), min(self.batch_size, len(rows))
+                answered = [row for row in rows if row.is_done]
+                waiting = [row for row in rows if not row.is_done]
+                batch = _Batch([], self.target, self._is_open)
+                num_rows = min(self.batch_size, len(rows))
                 self.batch_size = max(num_rows // 2, 1)
                 tqdm.write(f"The device's memory is too small for {num_rows} rows: now {self.batch_size} at a time.")
 
@@ -154,8 +157,6 @@ class LocalEngine:
 
 @dataclass
 class _Row:
-    """A request, and what is found of its answer."""
-
     number: int
     request: Request
     found: list[int] = field(default_factory=list)
@@ -172,14 +173,7 @@ class _Row:
 
 
 class _Batch:
-    """
-    Rows that are continued together. Their tokens and the cache of all but the last ones are padded on the left.
-
-    Args:
-        rows: The rows.
-        target: The target.
-        has_cache: Whether there is a cache.
-    """
+    """Rows that are continued together: their tokens, and a cache of all but the last ones, are padded on the left."""
 
     def __init__(self, rows: Sequence[_Row], target: PreTrainedModel, has_cache: bool):
         self.rows, device = [*rows], input_device(target)
@@ -228,11 +222,7 @@ class _Batch:
 
 
 class _Choice(LogitsProcessor):
-    """
-    Leaves a sampled row only the token that it draws. Each row draws with random numbers of its own, so that it does
-    not depend on what lies beside it; that takes half a millisecond for 32 steps of 32 rows. Greedy rows stay as they
-    are.
-    """
+    """Leaves a sampled row only the token that it draws, with random numbers of its own. Greedy rows stay."""
 
     def __init__(self, rows: Sequence[_Row], prompt_length: int, target: PreTrainedModel):
         self.prompt_length, self.dtype, device = prompt_length, target.dtype, input_device(target)
@@ -250,14 +240,14 @@ class _Choice(LogitsProcessor):
             raise UserValueError(why_not_finite(self.dtype))
         if self.sampling is None:
             return scores
-        rows, step = self.rows.to(scores.device), input_ids.shape[1] - self.prompt_length
+        rows = self.rows.to(scores.device)
+        step = input_ids.shape[1] - self.prompt_length
         drawn = draw(scores[rows], self.sampling, self.numbers[:, step].to(scores.device))
         chosen = torch.full_like(scores[rows], float("-inf")).scatter_(1, drawn[:, None], 0.0)
         return scores.index_copy(0, rows, chosen)
 
 
 def _numbers_of(request: Request) -> torch.Tensor:
-    """Returns the random numbers `(max_new_tokens,)` of a request."""
     generator = torch.Generator("cpu").manual_seed(request.seed)
     return torch.rand(request.max_new_tokens, generator=generator, device="cpu")
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 import zlib
 from collections.abc import Sequence
 from functools import partial
@@ -29,8 +28,6 @@ _MIN_CHARACTERS = 8
 # A text of repetitions is a fifth of its size when compressed; prose is a half.
 _MAX_COMPRESSION = 5.0
 _COMPRESSED_FROM = 100
-_MIN_LETTERS = 0.3
-_RUN = re.compile(r"(.{1,20}?)\1{7,}", re.DOTALL)
 
 
 class UserTurnNotFoundError(UserValueError):
@@ -104,7 +101,11 @@ def synthesize_dataset(
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
             rows = list(file.rows())
-            useful = _mark_duplicates(rows[:num_written])
+            first: dict[str, dict[str, Any]] = {}
+            for row in [row for row in rows[:num_written] if "dropped" not in row]:
+                if first.setdefault(normalized(row["prompt"]), row) is not row:
+                    row["dropped"] = "a duplicate"
+            useful = [row["prompt"] for row in first.values()]
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:
                 raise UserValueError(
@@ -115,25 +116,15 @@ def synthesize_dataset(
     return Dataset.from_list([{"messages": [{"role": "user", "content": text}]} for text in useful[:num_prompts]])
 
 
-def _mark_duplicates(rows: list[dict[str, Any]]) -> list[str]:
-    """Drops questions that others asked before; returns those that are left."""
-    useful: dict[str, str] = {}
-    for row in rows:
-        key = normalized(row["prompt"])
-        if "dropped" not in row and key in useful:
-            row["dropped"] = "a duplicate"
-        elif "dropped" not in row:
-            useful[key] = row["prompt"]
-    return list(useful.values())
-
-
 def _ask(
     renderer: Renderer, turn: tuple[str, str], openings: list[str], max_tokens: int, sampling: Sampling, seed: int,
     number: int,
 ) -> Task:  # fmt: skip
     """Asks for what a user might say first; what it draws depends on its number alone."""
-    tokenizer, (opening, closing), first_words = renderer.tokenizer, turn, openings[number % len(openings)]
-    prompt, chance = renderer.encode(opening + first_words), random.Random(f"{seed} question {number}")
+    tokenizer, (opening, closing) = renderer.tokenizer, turn
+    first_words = openings[number % len(openings)]
+    prompt = renderer.encode(opening + first_words)
+    chance = random.Random(f"{seed} question {number}")
     # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
     ends = {*renderer.encode(closing)[:1]} & {*tokenizer.all_special_ids} | {tokenizer.eos_token_id}
     try:
@@ -154,12 +145,8 @@ def why_degenerate(text: str, ended: bool, special_tokens: list[str]) -> str | N
     """Returns why a self-written prompt is useless, or `None`. Only templates write the `special_tokens`."""
     if not ended:
         return "does not end"
-    if len(text) < _MIN_CHARACTERS:
-        return "too short"
-    if "�" in text or any(token in text for token in special_tokens):
-        return "garbled"
-    if sum(map(str.isalpha, text)) < _MIN_LETTERS * len(text):
-        return "hardly any letters"
+    if len(text) < _MIN_CHARACTERS or any(token in text for token in [*special_tokens, "\ufffd"]):
+        return "too short or garbled"
     data = text.encode()
     repeats = len(data) >= _COMPRESSED_FROM and len(data) > _MAX_COMPRESSION * len(zlib.compress(data))
-    return "repeats itself" if repeats or _RUN.search(text) else None
+    return "repeats itself" if repeats else None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,6 @@ from .server import ServerEngine
 
 
 Engine = LocalEngine | ServerEngine
-_ROWS_AT_A_SERVER = 10_000  # are read at once: all requests are prepared before the first is answered
 
 
 def processes() -> PartialState:
@@ -35,11 +33,8 @@ def processes() -> PartialState:
 @contextmanager
 def row_file(path: str | Path, made_from: dict[str, Any]) -> Iterator["RowFile"]:
     """
-    Opens a file of rows for this run alone.
-
-    Raises:
-        ValueError: The file was begun with other settings, or is a folder.
-        OSError: The disk is full, or another run writes there. What was written stays.
+    Opens a file of rows for this run alone. Raises `ValueError` where it was begun with other settings or is a folder,
+    and `OSError` where another run writes there.
     """
     if Path(path).is_dir():
         raise UserValueError(f"{str(path)!r} is a folder. Name a file in it.")
@@ -81,25 +76,18 @@ class RowFile:
         Writes those rows, of these numbers, that are not there yet. Of several processes, each writes some, and the
         first one puts them together; behind a server, it writes alone.
         """
-        there, state, num_tokens, begin_time = self.lines(), self.state, 0, time.perf_counter()
+        there, state = self.lines(), self.state
         left = [number for number in numbers if number not in there]
         if engine.batch_size is not None:
-            share = [left[state.process_index :: state.num_processes]]
-        else:
-            starts = range(0, len(left), _ROWS_AT_A_SERVER) if state.is_main_process else ()
-            share = [left[start : start + _ROWS_AT_A_SERVER] for start in starts]
-        is_proven, hidden = any("skipped" not in row for row in self.rows()), not state.is_main_process
-        with progress_bar(desc=description, total=sum(map(len, share)), unit="row", disable=hidden) as progress:
-            for part in share:
-                for number, row in engine.run(((number, begin(number)) for number in part), is_proven):
-                    append_rows(self.part, [row | {"row": number}])
-                    is_proven = is_proven or "skipped" not in row
-                    num_tokens += sum(len(turn["answer_ids"]) for turn in row.get("generations", []))
-                    if num_tokens:
-                        progress.set_postfix_str(
-                            f"{num_tokens / (time.perf_counter() - begin_time):.0f} tokens/s", refresh=False
-                        )
-                    progress.update()
+            left = left[state.process_index :: state.num_processes]
+        elif not state.is_main_process:
+            left = []
+        with progress_bar(
+            desc=description, total=len(left), unit="row", disable=not state.is_main_process
+        ) as progress:
+            for number, row in engine.run((number, begin(number)) for number in left):
+                append_rows(self.part, [row | {"row": number}])
+                progress.update()
         self.collect()
 
     def collect(self) -> None:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
+from itertools import islice
 from multiprocessing.pool import ThreadPool
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,13 +24,14 @@ _ENDS = ("stop", "eos_token", "stop_sequence")  # of an answer: the last ones ar
 _BUSY = (408, 409, 429)  # what the client asks again, and other servers may answer
 _FAULTS = (500, 504, 524)  # which may concern one request, too, as one for which a gateway does not wait
 _SECONDS = 3600  # for an answer: with many requests at a time, each of them waits for the others
-_NUM_REFUSALS = 32  # refusals at the start, after which the run stops
+_NUM_REFUSALS = 32  # rows at the start without an answer, after which the run stops
+_NUM_TOGETHER = 10_000  # rows whose requests are prepared before the first is answered
 # What may go wrong in reading an answer that is not one.
 _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class EndpointError(UserOSError, ConnectionError):
-    """A server that does not answer, refuses all requests, or returns only invalid responses."""
+    """A server that does not answer, or that runs another model."""
 
 
 class ServerEngine:
@@ -47,7 +49,7 @@ class ServerEngine:
         max_retries: Times that a request is sent again if a server is busy or does not answer, after growing waits.
 
     Raises:
-        ValueError: An address is none, or the concurrency is below 1.
+        ValueError: An address is none.
     """
 
     batch_size = None
@@ -68,9 +70,10 @@ class ServerEngine:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
-        if concurrency < 1:
-            raise UserValueError(f"`concurrency` must be at least 1, got {concurrency}.")
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
+        self._renderer = Renderer(tokenizer)
+        self._num_tokens = len(tokenizer)
+        self._lock = threading.Lock()
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         settings["timeout"] = Timeout(_SECONDS, connect=10)
@@ -80,54 +83,51 @@ class ServerEngine:
                 OpenAI(base_url=url, http_client=DefaultHttpxClient(trust_env=not _is_here(url)), **settings)
                 for url in urls
             )
-        self._renderer, self._lock = Renderer(tokenizer), threading.Lock()
         self._knows_ids: bool | None = None
-        self._keeps_marks = {"skip_special_tokens": False}
-        self._refusal, self._num_tokens = "", len(tokenizer)
+        self._has_answered = False
+        self._marks = dict[str, bool]()  # how a server keeps special tokens in its texts
 
     @property
     def made_from(self) -> dict[str, Any]:
         """What the texts depend on, of which only the target's name on the server is known here."""
         return {"served_model": self.model}
 
-    def run(self, tasks: Iterable[tuple[int, Task]], is_proven: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of the `tasks` as they end. If the server `is_proven`, it may refuse all of them.
+        Yields the numbers and rows of `tasks` as they end.
 
         Raises:
-            EndpointError: The server does not answer, or answers none of the first tasks, of which none is yielded.
+            EndpointError: The server does not answer, or refuses the first rows, of which none is yielded.
         """
         if self._knows_ids is None:
-            self._knows_ids = self._ask_for_ids()
-        held: list[tuple[int, dict[str, Any]]] = []
+            self._try_servers()
+        left, held = iter(tasks), list[tuple[int, dict[str, Any]]]()
         with ThreadPool(self.concurrency) as pool:
-            for number, row, is_refused in pool.imap_unordered(self._drive, tasks):
-                held.append((number, row))
-                is_proven = is_proven or not is_refused
-                if is_proven:
-                    yield from held
-                    held = []
-                elif len(held) == _NUM_REFUSALS:
-                    break
-        if held:
-            raise EndpointError(f"{', '.join(self.urls)}: {self._refusal}. So it was with all {len(held)} requests.")
+            while part := list(islice(left, _NUM_TOGETHER)):
+                for number, row in pool.imap_unordered(self._drive, part):
+                    held.append((number, row))
+                    if self._has_answered:
+                        yield from held
+                        held = []
+                    elif len(held) == _NUM_REFUSALS:
+                        said = f"{row.get('skipped')}. So it was with the first {len(held)} rows."
+                        raise EndpointError(f"{', '.join(self.urls)}: {said}")
+        yield from held
 
-    def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any], bool]:
-        """Returns the number and the row of a task, and whether the server refused its first request."""
+    def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any]]:
         number, task = numbered
         answer: Any = None
         refusal: MalformedRowError | None = None
-        is_refused = is_answered = False
         while True:
             try:
                 with self._lock:  # tokenizers do not like threads
                     request = task.throw(refusal) if refusal else task.send(answer)
             except StopIteration as end:
-                return number, end.value, is_refused and not is_answered
+                return number, end.value
             try:
-                answer, refusal, is_answered = self.complete(request), None, True
+                answer, refusal, self._has_answered = self.complete(request), None, True
             except MalformedRowError as error:
-                refusal, is_refused, self._refusal = error, True, str(error)
+                refusal = error
 
     def complete(self, request: Request) -> Completion:
         """
@@ -135,57 +135,64 @@ class ServerEngine:
 
         Raises:
             MalformedRowError: The server refuses it, or sends no answer that can be read.
-            EndpointError: The server does not answer, or refuses for another reason.
+            EndpointError: The server does not answer, refuses for another reason, or runs another model.
         """
         try:
-            ids, is_ended = self._by_ids(request) if self._knows_ids else self._by_text(request)
+            return self._by_ids(request) if self._knows_ids else self._by_text(request)
         except MalformedRowError:
             raise
         except _NO_ANSWER as error:
             raise MalformedRowError("the server's response is invalid") from error
-        if not all(0 <= token < self._num_tokens for token in ids):
-            raise MalformedRowError("the server sends tokens that the target's tokenizer lacks: it runs another model")
-        return ids, is_ended
 
-    def _ask_for_ids(self) -> bool:
-        for _ in self.urls:  # requests take the servers in turns
+    def _try_servers(self) -> None:
+        """Finds the best way that all servers know, by requests of one token: ids, marked texts, or texts."""
+        urls = " or ".join(self.urls)
+        request = Request(self.tokenizer("a")["input_ids"], 1, None, 0)
+        for knows_ids, self._marks in ((True, {}), (False, {"skip_special_tokens": False}), (False, {})):
             try:
-                self._by_ids(Request(self.tokenizer("a")["input_ids"], 1, None, 0))
-            except _NO_ANSWER:
-                text = "sends no token ids: texts are encoded again, and those that do not encode back are left out"
-                tqdm.write(f"{' or '.join(self.urls)} {text}.")
-                self._ask_for_marks()
-                return False
-        return True
-
-    def _ask_for_marks(self) -> None:
-        """Lets texts keep the marks of reasoning and tools, where the server knows how."""
-        try:
-            self._send(Request([], 1, None, 0), prompt="a", extra_body=self._keeps_marks)
-        except (MalformedRowError, *_NO_ANSWER):
-            self._keeps_marks = {}
-            tqdm.write("It may leave special tokens out of its texts: marks of reasoning and tools are then lost.")
+                for _ in self.urls:  # requests take the servers in turns
+                    self._by_ids(request) if knows_ids else self._text_after("a", request)
+                break
+            except _NO_ANSWER as error:
+                cause = error
+        else:
+            said = cause if isinstance(cause, MalformedRowError) else "its response is invalid"
+            raise EndpointError(f"{urls} answers no request: {said}. Check the server and its model.")
+        self._knows_ids = knows_ids
+        if not knows_ids:
+            tqdm.write(
+                f"{urls} sends no token ids: texts are encoded again, and those that do not encode back are left out."
+            )
+            if not self._marks:
+                tqdm.write("It may leave special tokens out of its texts: marks of reasoning and tools are then lost.")
 
     def _by_ids(self, request: Request) -> Completion:
         further: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(request.ends)}
         if request.sampling is not None:
             further |= {"top_k": request.sampling.top_k or -1} | request.sampling.further
         choice = self._send(request, prompt=request.prompt_ids, extra_body=further)
-        return list(map(int, choice.token_ids)), choice.finish_reason in _ENDS
+        ids = list(map(int, choice.token_ids))
+        if not all(0 <= token < self._num_tokens for token in ids):
+            raise EndpointError(
+                f"{', '.join(self.urls)} sends tokens that the target's tokenizer lacks: it runs another model."
+            )
+        return ids, choice.finish_reason in _ENDS
 
     def _by_text(self, request: Request) -> Completion:
         ids, begin = request.prompt_ids, [self.tokenizer.bos_token_id]
         if self.tokenizer("a")["input_ids"][:1] == begin == ids[:1]:
             ids = ids[1:]  # the server's tokenizer puts it before every text itself
-        prompt = self._renderer.decode(ids)
-        settings: dict[str, Any] = {"stop": [request.stop]} if request.stop else {}
-        choice = self._send(request, prompt=prompt, extra_body=self._keeps_marks, **settings)
+        text, is_ended = self._text_after(self._renderer.decode(ids), request)
         with self._lock:
-            ids = self._renderer.encode(choice.text)
-            if self._renderer.decode(ids) != choice.text:
+            ids = self._renderer.encode(text)
+            if self._renderer.decode(ids) != text:
                 raise MalformedRowError("the server's text does not encode back to its tokens")
-        is_ended = choice.finish_reason in _ENDS
-        return ids + [self._renderer.end_of_answer] * is_ended, is_ended
+        return ids + [self._renderer.after_answer[0]] * is_ended, is_ended
+
+    def _text_after(self, prompt: str, request: Request) -> tuple[str, bool]:
+        settings: dict[str, Any] = {"stop": [request.stop]} if request.stop else {}
+        choice = self._send(request, prompt=prompt, extra_body=self._marks, **settings)
+        return "" + choice.text, choice.finish_reason in _ENDS
 
     def _send(self, request: Request, **settings: Any) -> Any:
         import openai
@@ -202,7 +209,8 @@ class ServerEngine:
             try:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
-                cause, said = error, f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
+                cause = error
+                said = f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
                 is_of_row = error.status_code in _FAULTS and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
