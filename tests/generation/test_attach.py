@@ -552,3 +552,6 @@ def test_a_served_folder_holds_what_is_loaded_from_it(tmp_path: Path) -> None:
     ):
         refuse(message, "attach", target, DEMO_DRAFTER, "--output_dir", tmp_path / "other")
         assert not (tmp_path / "other").exists()
+    make_drafter(make_target()).save_pretrained(tmp_path / "of another")
+    options = tmp_path / "of another", "--output_dir", tmp_path / "other"
+    refuse("has a vocabulary of 8, and the target one of 4096", "attach", DEMO_TARGET, *options)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import gumiho
+from commands import gumiho, refuse
 
 from transformers_gumiho.commands import UserValueError
 from transformers_gumiho.tools import presenting
@@ -180,6 +180,17 @@ def test_gradio_is_asked_for_before_models_are_loaded(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match=r"^gumiho demo: .*gradio.*pip install 'transformers-gumiho\[demo\]'"):
         gumiho("demo", "--target", "no/such/folder", "--assistant", "no/such/one")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "256.1.1.1"], "Nothing can listen on --host 256.1.1.1: "),
+        (["--port", 99999], "Nothing can listen on --host 127.0.0.1 --port 99999: "),
+    ],
+)
+def test_an_address_is_tried_before_models_are_loaded(words: list[object], message: str) -> None:
+    refuse(message, "demo", "--target", "no/such/folder", "--assistant", "no/such/one", *words)
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -301,29 +301,25 @@ def test_a_disk_that_is_too_small_is_noticed_at_once(
     assert not list((tmp_path / "cache").iterdir())
 
 
-@pytest.mark.parametrize("part", ["target", "config", "tokenizer", "template", "data", "dtype"])
-def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path, part: str) -> None:
+def test_a_stale_cache_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
     write(target, tmp_path)
-    before = contents(tmp_path)
-    tokenizer, rows, other = make_tokenizer(), make_rows(), target
-    if part == "target":
-        other = make_target("llama", seed=1, num_layers=3).float()
-    elif part == "config":
-        other = make_target("llama", num_layers=3).float()
-        other.config.rms_norm_eps = 0.1
-    elif part == "tokenizer":
-        tokenizer.add_tokens(["<new>"])
-    elif part == "template":
-        tokenizer.chat_template += " "
-    elif part == "data":
-        rows = make_rows(seed=1)
-    dtype = torch.bfloat16 if part == "dtype" else torch.float32
-    tokenizer("used", truncation=True, max_length=4)  # which makes it no other tokenizer
-    part = "target" if part == "config" else part
-    with pytest.raises(
-        ValueError, match=rf"different settings: {part} \(.*, now .*\)\. Extract features into another"
+    before, config = contents(tmp_path), make_target("llama", num_layers=3).float()
+    config.config.rms_norm_eps = 0.1
+    tokenizers = [make_tokenizer() for _ in range(3)]
+    tokenizers[0]("used", truncation=True, max_length=4)  # which makes it no other tokenizer
+    tokenizers[1].add_tokens(["<new>"])
+    tokenizers[2].chat_template += " "
+    usual = {"dataset": make_rows(), "target": target, "tokenizer": tokenizers[0], "dtype": torch.float32}
+    for part, other in (
+        ("target", {"target": make_target("llama", seed=1, num_layers=3).float()}),
+        ("target", {"target": config}),
+        ("tokenizer", {"tokenizer": tokenizers[1]}),
+        ("template", {"tokenizer": tokenizers[2]}),
+        ("data", {"dataset": make_rows(seed=1)}),
+        ("dtype", {"dtype": torch.bfloat16}),
     ):
-        write_feature_cache(rows, other, tokenizer, tmp_path, dtype=dtype)
+        with pytest.raises(ValueError, match=rf"different settings: {part} \(.*, now .*\)\. Extract features into"):
+            write_feature_cache(folder=tmp_path, **usual | other)
     assert contents(tmp_path) == before
 
 

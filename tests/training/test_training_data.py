@@ -580,7 +580,6 @@ def test_rows_with_answers_are_read_once(config: PreTrainedConfig, monkeypatch: 
         ([{"question": "x"}], {}, "has none of `messages`.*only 'question'"),
         ([{"messages": MESSAGES}], {"template": None}, "has no chat template"),
         ([{"text": "x"}], {"max_length": 5000}, "at most the target's 4096 positions, got 5000"),
-        ([{"text": "x"}], {"chat_template_kwargs": {"enable-thinking": 1}}, "got {'enable-thinking': 1}"),
         (
             [{"messages": MESSAGES}],
             {"template": {"rag": CHATML}},

@@ -1,5 +1,6 @@
 """`gumiho attach`: a folder of a target that drafts wherever it is loaded by its name."""
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from ..commands import REQUIRED, UserOSError, UserValueError, as_user_errors, make_folder, option
-from ..files import check_folder
+from ..files import check_folder, damaged_files_named
+from ..model.configuration_gumiho import GumihoConfig
 from ..model.loading import is_drafter
 from ..model.mtp_checkpoint import OWN_MTP_LAYERS, has_mtp_layers
 from ..training.data.open_text import load_tokenizer
@@ -67,6 +69,7 @@ def write_served_target(args: AttachArguments) -> str:
         raise UserValueError(f"The folder {args.output_dir!r} is not empty. Name a new one with --output_dir.")
     source = _find_target(args.target)
     _check_source(args.target, source)
+    _check_vocabulary(layers, source)
     if args.record is not None:
         check_settings(args.record_max_gigabytes, args.record_share)
         load_tokenizer(str(source), None, None)  # which a recording needs
@@ -106,6 +109,19 @@ def _check_source(target: str, source: Path) -> None:
         raise UserValueError(f"{target!r} already has a folder {_CODE!r}. Give a target without one.")
     if not any(any(source.glob(pattern)) for pattern in _WEIGHTS):
         raise UserValueError(f"{target!r} holds no weights ({', '.join(_WEIGHTS)}). Give a target that holds some.")
+
+
+def _check_vocabulary(drafter: str, source: Path) -> None:
+    """Raises `ValueError` for the drafter of another target, with which the folder would decode plainly."""
+    with as_user_errors(), damaged_files_named(source):
+        ours = GumihoConfig.from_pretrained(drafter).get_text_config().vocab_size
+        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    theirs = (fields.get("text_config") or fields).get("vocab_size", ours)
+    if ours != theirs:
+        raise UserValueError(
+            f"The drafter {drafter!r} has a vocabulary of {ours}, and the target one of {theirs}. Give a drafter that "
+            f"was trained for this target."
+        )
 
 
 def _find_target(name: str) -> Path:

@@ -15,6 +15,9 @@ from .arguments import GumihoTrainingArguments
 from .data.budget import within_budget
 
 
+_OF_LOSS = ("input_ids", "loss_mask", "position_ids", "hidden_states", "layer_states")  # columns of a batch
+
+
 class StepBatches(Sampler[list[list[int]]]):
     """
     The steps of a training, in random order: for each, the rows of each pass of one process.
@@ -130,7 +133,9 @@ class PassCollator:
         if rows:
             return self.collate(rows)
         batch = self.collate([self.dataset[0]])
-        return batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
+        # A user's own columns have no row.
+        kept = {name: values if name in _OF_LOSS else values[:0] for name, values in batch.items()}
+        return kept | {"loss_mask": torch.zeros_like(batch["loss_mask"])}
 
 
 class RowsOfPasses(torch.utils.data.Dataset):

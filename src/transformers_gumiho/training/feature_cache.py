@@ -245,7 +245,7 @@ def is_complete(folder: Path) -> bool:
 
 def shards_of(folder: Path) -> list[Path]:
     """Returns the shards of a cache, of each process in the order in which it wrote them."""
-    return sorted(folder.glob("shard-*.safetensors"))
+    return sorted(folder.glob("shard-*.safetensors"), key=lambda path: (len(path.name), path.name))
 
 
 def rows_of(shard: Path) -> list[tuple[int, int]]:
@@ -295,7 +295,7 @@ class CacheWriter:
         before = [path.stem.rpartition("-")[2] for path in shards_of(folder) if str(path).startswith(self._prefix)]
         self._next = max(map(int, before), default=-1) + 1
 
-    def save(self, rows: Mapping[int, Mapping[str, torch.Tensor]]) -> Path:
+    def save(self, rows: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Writes a shard of rows, given by their numbers; raises `OSError` where it cannot be written."""
         path = Path(f"{self._prefix}{self._next:05d}.safetensors")
         lengths = [len(row["input_ids"]) for row in rows.values()]
@@ -303,7 +303,6 @@ class CacheWriter:
         names = next(iter(rows.values()))
         _save(places | {name: torch.cat([row[name] for row in rows.values()]) for name in names}, path)
         self._next += 1
-        return path
 
 
 def missing_rows(folder: Path, lengths: Sequence[int]) -> list[int]:

@@ -101,7 +101,8 @@ def write_feature_cache(
     """
     dataset = plain_rows(dataset)
     folder, state = Path(folder).absolute(), PartialState()
-    layers, lengths = _layers(target.config, target_layer_ids), row_lengths(dataset) or []
+    layers = _layers(target.config, target_layer_ids)
+    lengths = row_lengths(dataset) or []
     features, model = OnlineFeatures(target, layers), model_fingerprint(target)
     if made_from is None:
         made_from = {"target": model, "data": conversations_fingerprint(dataset), **tokenizer_fingerprints(tokenizer)}
@@ -157,10 +158,13 @@ def _extract(
 ) -> Iterator[Rows]:  # fmt: skip
     """Yields the rows of each batch: the host takes its states while the device computes those of the next one."""
     collate = GumihoDataCollator(features.config.get_text_config(decoder=True).vocab_size)
-    columns, device, arriving = _columns(dataset), input_device(features.target), deque[Callable[[], Rows]]()
+    columns = _columns(dataset)
+    device = input_device(features.target)
+    arriving: deque[Callable[[], Rows]] = deque()
     for numbers in batches:
         chosen = [dataset[number] for number in numbers]
-        batch, lengths = collate(chosen), [len(row["input_ids"]) for row in chosen]
+        batch = collate(chosen)
+        lengths = [len(row["input_ids"]) for row in chosen]
         states = features.states({name: tensor.to(device) for name, tensor in batch.items()})
         batch.setdefault(
             "position_ids", torch.arange(batch["input_ids"].shape[1], device="cpu").expand(len(chosen), -1)
@@ -211,7 +215,6 @@ def _send_to_host(
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Raises `OSError` where the rows that are missing will not fit on the disk."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise UserOSError(
             errno.ENOSPC,

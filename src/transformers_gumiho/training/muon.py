@@ -35,18 +35,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.param_groups = [group for inner in self._inner.values() for group in inner.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Updates all parameters once; returns the closure's loss, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:  # trainers give no closure
+        """Updates all parameters once."""
         for uses_muon, inner in self._inner.items():
             # A checkpoint that was loaded replaced both.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["uses_muon"] == uses_muon]
             inner.step()
-        return loss
 
 
 def muon_of(args: GumihoTrainingArguments) -> tuple[type[MuonWithAdamW], dict[str, Any]] | None:

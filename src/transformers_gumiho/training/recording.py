@@ -82,7 +82,8 @@ def record(
 
     ```
     """
-    inner, folder = as_target(target), Path(folder).absolute()  # wherever the program goes
+    inner = as_target(target)
+    folder = Path(folder).absolute()  # wherever the program goes
     check_settings(max_gigabytes, share)
     name = inner.config.name_or_path
     try:
@@ -133,7 +134,6 @@ class Recorder:
         self._target, self._share, self._max_bytes = weakref.ref(target), share, max_gigabytes * 1e9
         self._lock, self._writing, self._process = threading.RLock(), ExitStack(), os.getpid()
         self._calls: list[RecordedCall] = []  # that have ended, and are not written yet
-        self._shards: list[tuple[Path, int, int]] = []  # with their bytes and tokens, the oldest first
         self._num_rows = 0  # of the shards that are or were there
         model = model_fingerprint(target)
         self._made_from: dict[str, Any] = {"target": model, "model": model, **tokenizer_fingerprints(tokenizer)}
@@ -154,7 +154,7 @@ class Recorder:
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows that are written."""
-        return sum(num_tokens for *_, num_tokens in self._shards)
+        return sum(length for path in shards_of(self.folder) for _, length in rows_of(path))
 
     def stop(self) -> None:
         """Writes the rest, and ends the recording."""
@@ -171,7 +171,6 @@ class Recorder:
         self.stop()
 
     def _open(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begins a cache, or goes on with one. Raises `ValueError` where that is of something else."""
         self._manifest = Manifest(self.folder)
         if any(self.folder.iterdir()) and "recording" not in self._manifest.made_from:
             raise UserValueError(f"{str(self.folder)!r} holds something else than a recording. Name a new folder.")
@@ -183,10 +182,8 @@ class Recorder:
         delete_unfit(self.folder)
         write_target(target, tokenizer, self.folder)
         self._writer = CacheWriter(self.folder)
-        for path in shards_of(self.folder):
-            rows = rows_of(path)
-            self._shards.append((path, path.stat().st_size, sum(length for _, length in rows)))
-            self._num_rows = rows[-1][0] + 1
+        if shards := shards_of(self.folder):
+            self._num_rows = rows_of(shards[-1])[-1][0] + 1
 
     def _observe(self, drafter: GumihoModel) -> "RecordedCall | None":
         """Returns the observer of a call that begins, unless it is not to be recorded."""
@@ -241,12 +238,11 @@ class Recorder:
                 rows[self._num_rows + len(rows)] = row
         finally:
             if rows:
-                path = self._writer.save(rows)
+                self._writer.save(rows)
                 self._num_rows += len(rows)
-                self._shards.append((path, path.stat().st_size, sum(len(row["input_ids"]) for row in rows.values())))
-        while len(self._shards) > 1 and sum(size for _, size, _ in self._shards) > self._max_bytes:
-            oldest, *_ = self._shards.pop(0)
-            oldest.unlink()
+        shards = shards_of(self.folder)
+        while len(shards) > 1 and sum(path.stat().st_size for path in shards) > self._max_bytes:
+            shards.pop(0).unlink()
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from ...internals import (
     modules_of,
 )
 from ..tree.recurrence import NodeTerms, convolve, run_delta_rule, run_scan, widened
+from .ownership import package_of
 from .tree_states import NodeInputs, RootState
 
 
@@ -68,12 +69,6 @@ def names_in_code(kind: type) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _is_of_transformers(function: Any) -> bool:
-    # Of the code: `functools.wraps` copies the name of a module, and not its globals.
-    name = str(getattr(function, "__globals__", {}).get("__name__", ""))
-    return name.partition(".")[0] == "transformers"
-
-
 def _is_prepared(kind: type) -> bool:
     """Replaces the functions that a class of mixers calls. Returns whether these write all of its states."""
     names = names_in_code(kind)
@@ -89,7 +84,7 @@ def _is_replaced(file: dict[str, Any], name: str) -> bool:
     if getattr(plain, _REPLACED, None) is _STAND_INS:
         return True
     # Another copy of this package may have replaced it, too.
-    if not (hasattr(plain, _REPLACED) or _is_of_transformers(plain)):
+    if not hasattr(plain, _REPLACED) and package_of(plain) != "transformers":
         return False
     place, stand_in = _STAND_INS[name]
 

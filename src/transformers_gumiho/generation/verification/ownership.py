@@ -113,7 +113,7 @@ def foreign_part(function: Any) -> Any:
     """
     found, seen = [function], {id(function)}
     for part in found:  # grows while it is read
-        if _package_of(part) not in KNOWN_PACKAGES:
+        if package_of(part) not in KNOWN_PACKAGES:
             return part
         new = [inner for inner in _wrapped_by(part) if id(inner) not in seen]
         seen.update(map(id, new))
@@ -135,7 +135,7 @@ def own_step_of_decoding(target: PreTrainedModel) -> str | None:
     return None
 
 
-def _package_of(function: Any) -> str:
+def package_of(function: Any) -> str:
     """Returns the package that a function's code stands in; for other callables, that of their class."""
     # A bound method has the globals of its function.
     if (names := getattr(function, "__globals__", None)) is not None:
@@ -162,5 +162,5 @@ def _wrapped_by(function: Any) -> list[Any]:
 def _described(function: Any) -> ForeignFunction:
     code = getattr(function, "__code__", None)
     name = getattr(code, "co_name", None) or getattr(function, "__name__", type(function).__name__)
-    where = (getattr(function, "__globals__", None) or {}).get("__name__") or _package_of(function)
+    where = (getattr(function, "__globals__", None) or {}).get("__name__") or package_of(function)
     return ForeignFunction(f"`{name}` of `{where}`", id(function), code)

@@ -186,7 +186,7 @@ def _read_prompt(
         cache = cache if prepared.get(name) is cache else written
     # 2. Its entries. A cache of states counts no tokens; the mask has an entry for each.
     length = prefill.states.last.shape[1] if mask is None else mask.shape[1]
-    if traits.counts_entries:
+    if traits.windows and not traits.is_chain:
         traits.check_is_whole(cache)
         length = cache.get_seq_length()
     return TargetPrompt(

@@ -103,11 +103,6 @@ class TargetTraits:
         """Whether it verifies chains, with ordinary causal passes and its own cache."""
         return self.tree_obstacle is not None
 
-    @property
-    def counts_entries(self) -> bool:
-        """Whether its cache says how many tokens it has read. One of states does not."""
-        return not self.is_chain and bool(self.windows)
-
     def make_cache(self) -> DynamicCache:
         """Returns an empty cache, as `generate()` makes it."""
         return DynamicCache(config=self.config)

@@ -1,5 +1,6 @@
 """`gumiho generate`, `gumiho show` and `gumiho demo`."""
 
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
-from ...commands import UserValueError, as_user_errors
+from ...commands import UserOSError, UserValueError, as_user_errors
 from ...model.modeling_gumiho import GumihoModel
 from ...training.data.open_text import encode_turn
 from ..measuring.prompts import read_prompts
@@ -116,8 +117,15 @@ def demo(args: DemoArguments) -> None:
     Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
     drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
     """
+    # Gradio would try for minutes, after the models are loaded.
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:
+        socket.create_server((args.host.strip("[]"), args.port or 0), family=family).close()
+    except (OSError, OverflowError) as error:
+        address = f"--host {args.host}{f' --port {args.port}' if args.port else ''}"
+        raise UserOSError(f"Nothing can listen on {address}: {error}. Give a free one of this machine.") from error
     page = make_page(args)
-    with as_user_errors():  # such as a port that is taken
+    with as_user_errors():  # the port may be taken by now
         # Quiet, because Gradio would advertise public links.
         _, address, _ = page.launch(
             server_name=args.host, server_port=args.port, ssr_mode=False, prevent_thread_lock=True, quiet=True

@@ -96,7 +96,8 @@ def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
         messages.append({"role": "assistant"})
     # The continuation of a conversation that was cut in two begins with an answer to a question that is not here.
     num_dropped = len(list(takewhile(lambda message: message["role"] == "assistant", messages)))
-    messages, first_trained = messages[num_dropped:], max(first_trained - num_dropped, 0)
+    messages = messages[num_dropped:]
+    first_trained = max(first_trained - num_dropped, 0)
     system = next((row[name] for name in _SYSTEM if row.get(name)), None)
     if system and not text and not {"system", "developer"} & {message["role"] for message in messages}:
         messages.insert(0, _read_message({"role": "system", "content": system}, answered))
@@ -149,8 +150,10 @@ def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
     message = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's name for it before `tool_calls`
         message["tool_calls"] = [{"type": "function", "function": call}]
-    name, content = message.pop("from", message.get("role")), message.pop("value", message.get("content"))
-    role, calls = _ROLES.get(str(name).lower()), _read_calls(message)
+    name = message.pop("from", message.get("role"))
+    content = message.pop("value", message.get("content"))
+    role = _ROLES.get(str(name).lower())
+    calls = _read_calls(message)
     reasoning = next((message[field] for field in REASONING if message.get(field)), None)
     parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) and _is_text(part) for part in parts):

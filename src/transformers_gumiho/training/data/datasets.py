@@ -115,7 +115,6 @@ def _version_of(files: Mapping[str, list[str]]) -> str:
 
 
 def _kind_of(name: str) -> str:
-    """Returns which of the `_READERS` reads a file; empty for none."""
     kind = Path(name.lower().removesuffix(".gz")).suffix
     return kind if kind in _READERS and not name.endswith(MADE_FROM) else ""
 

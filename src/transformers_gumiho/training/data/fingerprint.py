@@ -125,7 +125,6 @@ def _sampled(path: Path) -> list[tuple[str, str, str, bytes]]:
 
 
 def _some_bytes(file: BinaryIO, start: int, stop: int) -> bytes:
-    """Returns evenly spaced pieces of what a file holds from `start` to `stop`."""
     found = b""
     for offset in range(start, stop, max((stop - start) // _NUM_PIECES, _PIECE_BYTES)):
         file.seek(offset)

@@ -34,14 +34,7 @@ def count_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
 def with_template_kwargs(
     tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
 ) -> PreTrainedTokenizerBase:
-    """
-    Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others. Raises
-    `ValueError` where they are none.
-    """
-    if not isinstance(kwargs or {}, Mapping) or not all(str(name).isidentifier() for name in kwargs or {}):
-        raise UserValueError(
-            f"Arguments of a chat template are names and values such as {{'enable_thinking': False}}, got {kwargs!r}."
-        )
+    """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
     if kwargs and tokenizer.chat_template:
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **kwargs)

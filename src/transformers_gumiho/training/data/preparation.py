@@ -181,8 +181,11 @@ def usable_rows(found: Dataset, max_length: int) -> tuple[Dataset, str]:
     report that has the reasons. Raises `ValueError` where no row can be used.
     """
     places, problems = _sorted_out(found)
-    keys, numbers, first, kept = list(found["key"]), list(found["row"]), dict[str, int](), list[int]()
-    num_rows, has_prompts = len({*numbers}), "prompt_ids" in found.column_names
+    keys, numbers = list(found["key"]), list(found["row"])
+    first: dict[str, int] = {}
+    kept: list[int] = []
+    num_rows = len({*numbers})
+    has_prompts = "prompt_ids" in found.column_names
     lengths = [len(ids or ()) for ids in found["prompt_ids"]] if has_prompts else [0] * len(keys)
     for place in places:
         if lengths[place] >= max_length:
@@ -260,7 +263,6 @@ def normalized(text: str) -> str:
 
 
 def _left_out(problems: dict[str, list[int]], num_dropped: int) -> str:
-    """Returns lines on what is left out of a dataset."""
     lines = [f"  {num_dropped:,} conversations begin with an answer, which is left out"] if num_dropped else []
     for problem, rows in sorted(problems.items(), key=lambda item: -len(item[1])):
         lines.append(f"  left out {len(rows):,} (the first is row {rows[0]}): {problem}")
@@ -325,7 +327,6 @@ def _read_batch(
 
 
 def _prompt(row: dict[str, Any], renderer: Renderer, num_prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yields what the target reads first of a row, and the rest of its conversation."""
     example = read_row(row, bool(renderer.tokenizer.chat_template), answered=False)
     first, *_ = example.turns
     ids = renderer.prompt(example.messages[:first], example.extras, bool(example.text))
@@ -363,7 +364,8 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
         counts = counting_states(ids, learned, renderer.tokenizer.eos_token_id)
         is_cut = len(ids) > max_length and example.text != "text"
         for start in range(0, max_length if is_cut else max(len(ids), 1), max_length):
-            some, mask = ids[start : start + max_length], counts[start : start + max_length]
+            some = ids[start : start + max_length]
+            mask = counts[start : start + max_length]
             if any(mask[1:]):
                 yield of_row | of_first | {
                     "input_ids": some, "loss_mask": mask, "num_tokens": len(some), "num_loss_tokens": sum(mask),

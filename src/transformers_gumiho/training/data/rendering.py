@@ -93,7 +93,6 @@ class Renderer:
         return after[end], rest if rest.strip() else ""
 
     def _after_marks(self, text: str) -> str:
-        """Returns what follows the last special token of a text."""
         ids = self.encode(text)
         return self.decode(ids[self._num_to_last_special(ids) :])
 
@@ -122,7 +121,6 @@ class Renderer:
         return _merged(texts)
 
     def _written(self, example: Example) -> list[Text]:
-        """Returns what the target read and wrote, as it is."""
         texts = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in example.generations]
         if (example.messages[-1]["content"] or "").strip() not in self.decode(texts[-1][0]):
             raise MalformedRowError("its tokens are another tokenizer's")
@@ -152,7 +150,6 @@ class Renderer:
         return self._learned(ids, self._first_token(ids, self.encode(prompt), answer))
 
     def _marked(self, example: Example) -> Text:
-        """Returns a conversation whose template marks what the assistant says."""
         encoding = self._apply(example.messages, example.extras, tokenize=True, return_assistant_tokens_mask=True)
         before = example.messages[: example.first_trained]
         first = len(self.encode(self._render(before, example.extras))) if before else 0

@@ -79,8 +79,10 @@ def regenerate_dataset(
             or what the target computes is not finite.
         OSError: The disk is full, or another run writes there. What was written stays.
     """
-    settings, tokenizer = settings or WritingSettings(), with_template_kwargs(tokenizer, chat_template_kwargs)
-    prompts, renderer = read_prompts(dataset, tokenizer, settings.num_prompt_tokens), Renderer(tokenizer)
+    settings = settings or WritingSettings()
+    tokenizer = with_template_kwargs(tokenizer, chat_template_kwargs)
+    renderer = Renderer(tokenizer)
+    prompts = read_prompts(dataset, tokenizer, settings.num_prompt_tokens)
     if made_from is None:
         made_from = {"rows": conversations_fingerprint(prompts.select_columns("conversation"))} | engine.made_from
         made_from |= tokenizer_fingerprints(tokenizer) | asdict(settings)
@@ -100,7 +102,6 @@ def regenerate_dataset(
 
 
 def _report(rows: Iterable[dict[str, Any]], settings: WritingSettings) -> tuple[str, int]:
-    """Returns what became of the rows, and the number of answers."""
     num_rows, num_answers, reasons, cut = 0, 0, list[str](), Counter[str]()
     for row in rows:
         num_rows += 1
@@ -125,7 +126,8 @@ def write_row(number: int, row: Mapping[str, Any], renderer: Renderer, settings:
     sampling = settings.sampling if chance.random() < settings.sampling.share else None
     generations: list[dict[str, Any]] = []
     written: dict[str, Any] = {}
-    example, prompt = Example(**json.loads(row["conversation"])), row["prompt_ids"]
+    example = Example(**json.loads(row["conversation"]))
+    prompt = row["prompt_ids"]
     history = example.messages[: example.turns[0]]
     try:
         for turn, following in zip(example.turns, [*example.turns[1:], None], strict=True):

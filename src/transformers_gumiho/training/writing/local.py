@@ -61,7 +61,9 @@ class LocalEngine:
     def __init__(self, target: PreTrainedModel, batch_size: int = 32, tokens_per_pass: int | None = None):
         if batch_size < 1:
             raise UserValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-        self.target, self.batch_size, self.tokens_per_pass = target.eval(), batch_size, tokens_per_pass
+        self.target = target.eval()
+        self.batch_size = batch_size
+        self.tokens_per_pass = tokens_per_pass
         ends = target.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends]) - {None}
         # Rows join and leave a cache that holds all their tokens. Elsewhere all rows of a batch end before others.
@@ -99,8 +101,10 @@ class LocalEngine:
                     raise
                 # Rows begin again where they are, with fewer beside them.
                 rows = {row.number: row for row in [*batch.rows, *waiting]}.values()
-                answered, waiting = [row for row in rows if row.is_done], [row for row in rows if not row.is_done]
-                batch, num_rows = _Batch([], self.target, self._is_open), min(self.batch_size, len(rows))
+                answered = [row for row in rows if row.is_done]
+                waiting = [row for row in rows if not row.is_done]
+                batch = _Batch([], self.target, self._is_open)
+                num_rows = min(self.batch_size, len(rows))
                 self.batch_size = max(num_rows // 2, 1)
                 tqdm.write(f"The device's memory is too small for {num_rows} rows: now {self.batch_size} at a time.")
 
@@ -153,8 +157,6 @@ class LocalEngine:
 
 @dataclass
 class _Row:
-    """A request, and what is found of its answer."""
-
     number: int
     request: Request
     found: list[int] = field(default_factory=list)
@@ -238,14 +240,14 @@ class _Choice(LogitsProcessor):
             raise UserValueError(why_not_finite(self.dtype))
         if self.sampling is None:
             return scores
-        rows, step = self.rows.to(scores.device), input_ids.shape[1] - self.prompt_length
+        rows = self.rows.to(scores.device)
+        step = input_ids.shape[1] - self.prompt_length
         drawn = draw(scores[rows], self.sampling, self.numbers[:, step].to(scores.device))
         chosen = torch.full_like(scores[rows], float("-inf")).scatter_(1, drawn[:, None], 0.0)
         return scores.index_copy(0, rows, chosen)
 
 
 def _numbers_of(request: Request) -> torch.Tensor:
-    """Returns the random numbers `(max_new_tokens,)` of a request."""
     generator = torch.Generator("cpu").manual_seed(request.seed)
     return torch.rand(request.max_new_tokens, generator=generator, device="cpu")
 

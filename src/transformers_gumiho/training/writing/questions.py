@@ -101,14 +101,11 @@ def synthesize_dataset(
             file.write(numbers, ask, engine, "target asks")
             num_written = numbers.stop
             rows = list(file.rows())
-            seen: dict[str, str] = {}
-            for row in rows[:num_written]:
-                key = normalized(row["prompt"])
-                if "dropped" not in row and key in seen:
+            first: dict[str, dict[str, Any]] = {}
+            for row in [row for row in rows[:num_written] if "dropped" not in row]:
+                if first.setdefault(normalized(row["prompt"]), row) is not row:
                     row["dropped"] = "a duplicate"
-                elif "dropped" not in row:
-                    seen[key] = row["prompt"]
-            useful = list(seen.values())
+            useful = [row["prompt"] for row in first.values()]
             dropped = in_words(row["dropped"] for row in rows[:num_written] if "dropped" in row)
             if num_written >= _NUM_TRIED * together and len(useful) < num_written / 100:
                 raise UserValueError(
@@ -124,8 +121,10 @@ def _ask(
     number: int,
 ) -> Task:  # fmt: skip
     """Asks for what a user might say first; what it draws depends on its number alone."""
-    tokenizer, (opening, closing), first_words = renderer.tokenizer, turn, openings[number % len(openings)]
-    prompt, chance = renderer.encode(opening + first_words), random.Random(f"{seed} question {number}")
+    tokenizer, (opening, closing) = renderer.tokenizer, turn
+    first_words = openings[number % len(openings)]
+    prompt = renderer.encode(opening + first_words)
+    chance = random.Random(f"{seed} question {number}")
     # A user's turn ends with the tokenizer's end, or with a special token that begins the closing.
     ends = {*renderer.encode(closing)[:1]} & {*tokenizer.all_special_ids} | {tokenizer.eos_token_id}
     try:

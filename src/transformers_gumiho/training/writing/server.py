@@ -71,7 +71,9 @@ class ServerEngine:
             if not url.startswith(("http://", "https://")):
                 raise UserValueError(f"The endpoint must be an address such as http://localhost:8000, got {url!r}.")
         self.model, self.tokenizer, self.concurrency = model, tokenizer, concurrency
-        self._renderer, self._num_tokens, self._lock = Renderer(tokenizer), len(tokenizer), threading.Lock()
+        self._renderer = Renderer(tokenizer)
+        self._num_tokens = len(tokenizer)
+        self._lock = threading.Lock()
         # Never with the user's token for the Hub, or for OpenAI.
         settings: dict[str, Any] = {"api_key": api_key or "none", "max_retries": max_retries}
         settings["timeout"] = Timeout(_SECONDS, connect=10)
@@ -92,8 +94,10 @@ class ServerEngine:
 
     def run(self, tasks: Iterable[tuple[int, Task]]) -> Iterator[tuple[int, dict[str, Any]]]:
         """
-        Yields the numbers and rows of `tasks` as they end. Raises `EndpointError` if the server does not answer, or
-        refuses the first rows, of which none is yielded.
+        Yields the numbers and rows of `tasks` as they end.
+
+        Raises:
+            EndpointError: The server does not answer, or refuses the first rows, of which none is yielded.
         """
         if self._knows_ids is None:
             self._try_servers()
@@ -111,7 +115,6 @@ class ServerEngine:
         yield from held
 
     def _drive(self, numbered: tuple[int, Task]) -> tuple[int, dict[str, Any]]:
-        """Returns the number and the row of a task."""
         number, task = numbered
         answer: Any = None
         refusal: MalformedRowError | None = None
@@ -143,7 +146,8 @@ class ServerEngine:
 
     def _try_servers(self) -> None:
         """Finds the best way that all servers know, by requests of one token: ids, marked texts, or texts."""
-        urls, request = " or ".join(self.urls), Request(self.tokenizer("a")["input_ids"], 1, None, 0)
+        urls = " or ".join(self.urls)
+        request = Request(self.tokenizer("a")["input_ids"], 1, None, 0)
         for knows_ids, self._marks in ((True, {}), (False, {"skip_special_tokens": False}), (False, {})):
             try:
                 for _ in self.urls:  # requests take the servers in turns
@@ -205,7 +209,8 @@ class ServerEngine:
             try:
                 return client.completions.create(**settings).choices[0]
             except openai.APIStatusError as error:
-                cause, said = error, f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
+                cause = error
+                said = f"({error.status_code}): {' '.join(error.response.text.split())[:200]}"
                 is_of_row = error.status_code in _FAULTS and self._answers(client)
                 if is_of_row or error.status_code in _REFUSALS:
                     raise MalformedRowError(f"the server refuses it {said}") from error
