@@ -263,7 +263,7 @@ def change(target: MtpTarget, folder: Path, what: str) -> None:
         ("missing", r"further.*original(.|\n)*missing: .*self_attn.o_proj.weight"),
         ("no layer", "is not a Gumiho drafter.*target with MTP layers"),
         ("own embedding", r"a token embedding of their own \(`mtp_use_dedicated_embeddings`\)"),
-        ("other head", "came with an output head that is not the target's"),
+        ("other head", "came with another output head than the target's"),
     ],
 )
 def test_faults_of_a_layer_are_named(what: str, message: str, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_saved_layer_knows_the_output_head_that_it_came_with(tmp_path: Path) -
     other.lm_head.weight.data += 0.01 * torch.randn(other.lm_head.weight.shape)
     equals_plain(other, saved, **prompts(5), max_new_tokens=4)
     other.lm_head.weight.data = torch.randn(other.lm_head.weight.shape)
-    with pytest.raises(ValueError, match="came with an output head that is not the target's"):
+    with pytest.raises(ValueError, match="came with another output head than the target's"):
         copy.deepcopy(other).generate(**prompts(5), max_new_tokens=4, assistant_model=saved)
 
 

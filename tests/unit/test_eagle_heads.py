@@ -262,7 +262,7 @@ def test_layers_are_logged_and_can_be_replaced(
     for _ in range(2):
         target.generate(IDS[None], assistant_model=load(tmp_path), max_new_tokens=4)
     (message,) = caplog.messages
-    assert re.search(r"reads the outputs of the layers \[1, \d, \d\] .* pass them as `target_layer_ids=", message)
+    assert re.search(r"reads the layers \[1, \d, \d\] of .* pass `target_layer_ids=", message)
     small = make_eagle_target(num_hidden_layers=6)
     with pytest.raises(ValueError, match=r"a target of 6 layers is too small .* Pass `target_layer_ids="):
         small.generate(IDS[None], assistant_model=load(tmp_path), max_new_tokens=4)
