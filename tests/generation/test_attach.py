@@ -35,7 +35,7 @@ from transformers.generation import GenerationMixin
 from transformers_gumiho import GumihoModel, attach, attached, detach, record
 from transformers_gumiho.generation.attach import attached_drafter
 from transformers_gumiho.internals import CACHE_NAME
-from transformers_gumiho.training import GumihoTrainer
+from transformers_gumiho.training import GumihoTrainer, GumihoTrainingArguments
 
 
 PROMPT = make_prompts([5])
@@ -383,7 +383,7 @@ ENTRIES: list[Callable[[Any, GumihoModel], Any]] = [
     lambda target, _: detach(target),
     lambda target, _: GumihoModel.from_target(target),
     lambda target, _: record(target, "no/folder"),
-    lambda target, drafter: GumihoTrainer(drafter, target=target),
+    lambda target, drafter: GumihoTrainer(drafter, GumihoTrainingArguments(use_cpu=True), target=target),
 ]
 
 
