@@ -258,6 +258,7 @@ def test_switched_adapters_end_the_recording(tmp_path: Path, caplog: pytest.LogC
         with wrapped.disable_adapter():
             generate(wrapped, drafter)
         assert not recorder.is_running
+    assert len(FeatureDataset(tmp_path)) == 1  # of the call that ended before
 
 
 def test_a_drafter_of_other_layers_ends_the_recording(
