@@ -39,7 +39,7 @@ def with_template_kwargs(
         before = getattr(tokenizer.apply_chat_template, "keywords", {})
         tokenizer = copy.copy(tokenizer)
         render = type(tokenizer).apply_chat_template
-        tokenizer.apply_chat_template = partial(render, tokenizer, **before | kwargs)
+        tokenizer.apply_chat_template = partial(render, tokenizer, **{**before, **kwargs})
     return tokenizer
 
 
