@@ -89,13 +89,8 @@ class PairArguments:
         uses_cpu = self.dtype == "auto" and not torch.accelerator.is_available()
         assistant = self.assistant or find_drafter(self.pair)
         target = self.target or (smollm2.find_target() if self.pair == "smollm2" else _find("demo_pair/target"))
-        return replace(
-            self,
-            pair=None,
-            assistant=assistant,
-            target=target,
-            dtype=cpu_dtype(self.pair) if uses_cpu else self.dtype,
-        )
+        dtype = cpu_dtype(self.pair) if uses_cpu else self.dtype
+        return replace(self, pair=None, assistant=assistant, target=target, dtype=dtype)
 
 
 _BY_DEFAULT = "(default: the drafter's setting)."
