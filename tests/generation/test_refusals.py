@@ -325,6 +325,10 @@ def test_rotary_embeddings_that_change_on_the_way() -> None:
         embeds = target.get_input_embeddings()(make_prompts([4])["input_ids"])
         with pytest.raises(ValueError, match=message):
             target.generate(inputs_embeds=embeds, max_new_tokens=14, assistant_model=make_drafter(target))
+        # What counts are positions, which padding before all rows does not have.
+        padded = {name: torch.nn.functional.pad(value, (20, 0)) for name, value in make_prompts([4]).items()}
+        refuses(target, message, **padded, max_new_tokens=14)
+        target.generate(**padded, max_new_tokens=13, assistant_model=make_drafter(target))
 
 
 def test_doge_beyond_the_tokens_that_it_keeps() -> None:
