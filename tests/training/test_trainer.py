@@ -374,6 +374,11 @@ def test_wrong_arguments_are_refused(target: PreTrainedModel, tmp_path: Path) ->
     other = make_drafter(make_target("llama", vocab_size=9))
     with pytest.raises(ValueError, match=r"hidden size 32 and 9 tokens, the target 32 and 8\. Make a drafter"):
         make_trainer(target, tmp_path, other)
+    with pytest.raises(ValueError, match="`label_smoothing_factor` has no effect"):
+        make_args(tmp_path, label_smoothing_factor=0.1)
+    loss: dict[str, Any] = {"compute_loss_func": lambda *_, **__: 0}
+    with pytest.raises(ValueError, match="`compute_loss_func` is never called"):
+        GumihoTrainer(make_drafter(target), make_args(tmp_path), target=target, **loss)
     with pytest.raises(ValueError, match="`remove_unused_columns=True` would drop the loss mask"):
         make_args(tmp_path, remove_unused_columns=True)
     with pytest.raises(ValueError, match="this GumihoModel is a drafter"):

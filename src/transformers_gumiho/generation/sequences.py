@@ -240,7 +240,8 @@ class StepRecord:
         found = self._complete[:num_steps]
         zeros = torch.zeros_like(next(steps[0] for steps in self._rows if steps))
         for step in range(len(found), num_steps):
-            found.append(torch.stack([steps[step] if step < len(steps) else zeros for steps in self._rows]))
+            of_rows = [steps[step] if step < len(steps) else zeros for steps in self._rows]
+            found.append(torch.stack(of_rows))
         return tuple(found)
 
 

@@ -216,8 +216,10 @@ class TokenChooser:
         """Returns which of the rows that were `walking` take another token in this cycle."""
         is_open, lengths = self.sequences.open_rows, self.sequences.lengths
         open_rows = [row for row, row_is_open in enumerate(is_open) if row_is_open]
-        if self._are_rows_together and (is_open != walking or not all(has_child[row] for row in open_rows)):
-            return [False] * len(walking)
+        if self._are_rows_together:
+            all_walk = is_open == walking and all(has_child[row] for row in open_rows)
+            if not all_walk:
+                return [False] * len(walking)
         # A sampled row may be so far ahead of the slowest one that its draws are not kept.
         slowest = min((lengths[row] for row in open_rows), default=0)
         max_lead = float("inf") if self._draws is None else self._draws.max_lead

@@ -254,7 +254,10 @@ class GumihoConfig(PreTrainedConfig):
         left_out = GumihoConfig.__annotations__.keys() - {*_IN_EVERY_FILE}
         defaults = {field.name: field.default for field in dataclasses.fields(GumihoConfig) if field.name in left_out}
         fields: dict[str, Any] = super().to_dict()
-        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
+        for name, default in defaults.items():
+            if name in fields and fields[name] == default:
+                del fields[name]
+        return fields
 
     @property
     def is_eagle3(self) -> bool:

@@ -185,8 +185,9 @@ class PublishedHead:
             raise self.refusal("a drafter that cannot be recognized: no weight file is found next to its config.json")
         if unknown := next((name for name in self.shapes if not known.fullmatch(name)), None):
             raise self.refusal(f"a head with the tensor `{unknown}`, which is not known")
-        if missing := next((name for name in _NEEDED_TENSORS if len(self.shapes.get(name, ())) != 2), None):
-            raise self.refusal(f"a drafter that cannot be recognized, because it has no matrix `{missing}`")
+        for name in _NEEDED_TENSORS:
+            if len(self.shapes.get(name, ())) != 2:
+                raise self.refusal(f"a drafter that cannot be recognized, because it has no matrix `{name}`")
 
     def llama_fields(self) -> dict[str, Any]:
         """Returns the fields of the layers as those of a Llama. Sizes, biases and norms are those of the tensors."""

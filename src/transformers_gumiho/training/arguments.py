@@ -83,6 +83,8 @@ class GumihoTrainingArguments(TrainingArguments):
                 f"`gradient_accumulation_steps={self.gradient_accumulation_steps}` counts batches of rows, and "
                 f"`tokens_per_step` tokens. Leave it out: `tokens_per_pass` decides how many passes a step has."
             )
+        if self.label_smoothing_factor:
+            raise UserValueError("`label_smoothing_factor` has no effect: no loss compares with labels. Leave it out.")
         if self.remove_unused_columns:
             raise UserValueError("`remove_unused_columns=True` would drop the loss mask. Leave it `False`.")
 

@@ -89,6 +89,8 @@ class GumihoTrainer(TokenBudgetTrainer):
             raise TypeError(f"`args` must be GumihoTrainingArguments, got {type(args).__name__}.")
         if isinstance(target, nn.Module):
             as_target(target)
+        if kwargs.get("compute_loss_func") is not None:
+            raise UserValueError("`compute_loss_func` is never called. Override `GumihoTrainer.compute_loss` instead.")
         self.drafter = drafter = checks.drafter_of(model)
         layers = drafter.config.layers_read(target.config)
         self.target_features = OnlineFeatures(target, layers) if isinstance(target, nn.Module) else target

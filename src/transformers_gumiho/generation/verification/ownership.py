@@ -80,14 +80,16 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
     files = (sys.modules[name] for name in names if name in sys.modules)
     for file in (*files, masking_utils, sdpa_attention):
         values = tuple(vars(file).values())
-        functions += [value for value in values if callable(value) and not isinstance(value, (type, nn.Module))]
+        functions += [value for value in values if _is_function(value)]
     functions.append(functional.scaled_dot_product_attention)
     # 3. What writes and reads the cache.
     caches = {DynamicCache, *_STATIC_CACHES, *DYNAMIC_LAYER_TYPE_MAPPING.values()}
     functions += [getattr(kind, name, None) for kind in caches for name in _METHODS_OF_CACHES]
     # 4. The parts that stand elsewhere.
-    parts = [foreign_part(function) for function in functions if function is not None and function not in _known]
-    return frozenset(map(_described, [part for part in (*parts, *registered) if part is not None]))
+    asked = [function for function in functions if function is not None]
+    parts = [foreign_part(function) for function in asked if function not in _known]
+    parts += registered
+    return frozenset(_described(part) for part in parts if part is not None)
 
 
 def _methods_of_passes(kind: Any) -> list[Any]:
@@ -155,8 +157,12 @@ def _wrapped_by(function: Any) -> list[Any]:
             found.append(cell.cell_contents)
         except ValueError:  # it is not filled yet
             continue
-    others = [inner for inner in found if inner is not None and not isinstance(inner, (type, nn.Module))]
-    return [inner for inner in others if callable(inner) or hasattr(inner, "func")]
+    return [inner for inner in found if _is_function(inner) or hasattr(inner, "func")]
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value is called as it is: classes and modules are looked at by themselves."""
+    return callable(value) and not isinstance(value, (type, nn.Module))
 
 
 def _described(function: Any) -> ForeignFunction:

@@ -196,7 +196,8 @@ def check_pair(target: PreTrainedModel, drafter: GumihoModel) -> None:
         )
     weights = list(drafter.parameters())
     is_split = any(hasattr(weight, "full_tensor") for weight in weights)  # a `DTensor`
-    if is_split or any(weight.is_meta for weight in weights) or len({weight.device for weight in weights}) > 1:
+    is_offloaded = any(weight.is_meta for weight in weights)
+    if is_split or is_offloaded or len({weight.device for weight in weights}) > 1:
         raise Unsupported(
             "The drafter's weights are offloaded, on several devices, or split over processes (`fully_shard`). "
             f"Load it with `device_map='{drafter_device(target)}'`, or call `drafter.unshard()`."
@@ -256,7 +257,8 @@ def _check_block_pair(target: PreTrainedModel, drafter: GumihoModel, layers: Tar
         )
     factors = [getattr(target.get_input_embeddings(), "embed_scale", None)]
     factors += [getattr(config, field, None) for field in ("embedding_multiplier", "scale_emb")]
-    if not drafter.config.has_embedding and any(factor not in (None, 1) for factor in factors):
+    is_scaled = any(factor not in (None, 1) for factor in factors)
+    if is_scaled and not drafter.config.has_embedding:
         raise Unsupported(
             f"{name} scales its token embedding, and not all tools train block drafters on scaled rows. "
             f"Use a drafter with an embedding of its own."

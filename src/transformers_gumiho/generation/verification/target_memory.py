@@ -91,9 +91,12 @@ class TargetMemory:
 
 
 def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(key) == len(other) and all(
-        a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(key, other, strict=True)
-    )
+    return len(key) == len(other) and all(map(_are_same_values, key, other))
+
+
+def _are_same_values(value: Any, other: Any) -> bool:
+    """Tensors are the same only if they are one object."""
+    return value is other or (not isinstance(value, torch.Tensor) and value == other)
 
 
 _memories: WeakKeyDictionary[nn.Module, TargetMemory] = WeakKeyDictionary()

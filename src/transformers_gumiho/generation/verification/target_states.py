@@ -233,7 +233,9 @@ def _layer_keeper(number: int) -> Callable[[nn.Module, Any, Any], None]:
     """Returns the forward hook for the layer of this number: one object, as compiled functions guard on it."""
 
     def keep_layer(module: nn.Module, args: Any, output: Any) -> None:
-        if getattr(_capture, "states", None) is not None and all(known != number for known, _ in _capture.layers):
+        if getattr(_capture, "states", None) is None:
+            return
+        if all(known != number for known, _ in _capture.layers):
             states = output[0] if isinstance(output, tuple) else output
             _capture.layers = (*_capture.layers, (number, states))
 

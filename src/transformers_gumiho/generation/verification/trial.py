@@ -137,8 +137,9 @@ def _trial_tokens(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> 
     num_prompt = NUM_PROMPT_TOKENS
     if traits.foreign:
         fields = ("original_max_position_embeddings", "max_position_embeddings")
-        limits = [limit - NUM_TOKENS for name in fields if (limit := getattr(config, name, None)) is not None]
-        num_prompt = max(min([NUM_PROMPT_TOKENS_OF_FOREIGN_CODE, *limits]), NUM_PROMPT_TOKENS)
+        limits = [getattr(config, name, None) for name in fields]
+        room = [limit - NUM_TOKENS for limit in limits if limit is not None]
+        num_prompt = max(min([NUM_PROMPT_TOKENS_OF_FOREIGN_CODE, *room]), NUM_PROMPT_TOKENS)
     length, num_ids = num_prompt + NUM_TOKENS, min(config.vocab_size, 97)
     num_rows = 1 if rows == "one row" else 2
     tokens = (torch.arange(num_rows * length, device=device) * 5 % (num_ids - 1) + 1).view(-1, length)

@@ -41,7 +41,9 @@ class WritingArguments:
     data_split: str = option("Split of the dataset, if its name has none.", "train")
     num_prompts: int = option("With `--data none`: prompts that the target writes.", 10_000, at_least=1)
     num_rows: int | None = option("Number of rows of the data to read (default: all).", at_least=1)
-    target_dtype: str = option("Precision of the target, e.g. `bfloat16`.", "auto")
+    target_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = option(
+        "Precision of the target.", "auto"
+    )
     device_map: str | None = option("`device_map` for the target, e.g. `auto`; needs a single process.")
     chat_template: Path | None = option("File with a chat template for the target's tokenizer.")
     chat_template_kwargs: str | None = option("""Template arguments as JSON, e.g. '{"enable_thinking": false}'.""")
@@ -107,7 +109,7 @@ class RecipeArguments(WritingArguments):
     """The options of `gumiho train` besides those of `GumihoTrainingArguments`."""
 
     recipe: Literal["recommended", "published"] = option(
-        "How to train; the defaults of `published` are shown here.", "recommended"
+        "Recipe; other defaults here are `published`'s.", "recommended"
     )
     stages: list[str] = option(f"Stages to run, of {' '.join(STAGES)} (default: all).", STAGES)
     restart: str | None = option("Stage, or phase of the training, to begin anew, with all after it.")
