@@ -321,12 +321,8 @@ def _limits(config: PreTrainedConfig, position: int, length: int, cache: Any) ->
     """
     # Doge keeps the tokens of the best scores. Equal tokens score alike in its first layer: which it keeps is chance.
     if (kept := getattr(config, "keep_window_size", None)) is not None:
-        yield (
-            f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance",
-            kept,
-            0,
-            position,
-        )
+        what = f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance"
+        yield what, kept, 0, position
     if config.model_type == "phi4_multimodal":
         limit = config.original_max_position_embeddings
         num_cached = 0 if cache is None else cache.get_seq_length()
