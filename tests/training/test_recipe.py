@@ -187,6 +187,7 @@ def test_stages_run_alone_and_parts_are_trained_alone(small: Path, questions: st
         (["--target", DEMO_TARGET, "--data", __file__, "--chat_template", CHATML * 9], "File name too long"),
         (["--target", "t", "--data", "x", "--lora_rank", "4"], "LoraConfig(r=4, target_modules=["),
         (["--target", "t", "--data", "x", "--train_only", "parallel"], "serial head: give it with --drafter"),
+        (["--target", "t", "--data", "x", "--resume_from_checkpoint", "true"], "continues from its newest checkpoint"),
         (["--target", "t", "--data", "x", "--stages", "bake"], "There is no stage 'bake'"),
         (["--tokens_per_step", "9", "--per_device_train_batch_size", "2"], "counts rows, --tokens_per_step tokens."),
         (["--target", "t", "--data", "x", "--gradient_accumulation_steps", "2"], "counts batches of rows, and"),

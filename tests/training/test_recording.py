@@ -258,6 +258,7 @@ def test_switched_adapters_end_the_recording(tmp_path: Path, caplog: pytest.LogC
         with wrapped.disable_adapter():
             generate(wrapped, drafter)
         assert not recorder.is_running
+    assert len(FeatureDataset(tmp_path)) == 1  # of the call that ended before
 
 
 def test_a_drafter_of_other_layers_ends_the_recording(
@@ -363,6 +364,8 @@ def test_a_served_folder_records_a_share_within_a_size(tmp_path: Path, monkeypat
     assert found == [(str(tmp_path / "recorded"), {"share": 0.5, "max_gigabytes": 2.0})]
     words[4] = str(tmp_path / "b")
     refuse("`share` must be above 0 and at most 1, got 0.0", *words, "--record_share", 0)
+    words[-1] = __file__
+    refuse("is a file. Name a folder with --record", *words)
 
 
 def test_the_command_trains_a_drafter_of_random_weights_on_its_own_use(tmp_path: Path) -> None:

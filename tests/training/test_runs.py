@@ -604,6 +604,8 @@ def test_a_file_gives_defaults_and_the_command_line_replaces_them(
     file.write_text("everywhere:\n  learn_rate: 1\n")
     refuse("2", *run)
     assert "unrecognized arguments: --learn_rate=1" in capsys.readouterr().err
+    file.write_text("phases:\n  all: {}\n")
+    refuse("--recipe and the phases of --config are two recipes", *run, "--recipe", "published")
     file.write_text("gpu:\n  num_rows: 1\n")
     refuse("has 'gpu'. Its parts are everywhere, accelerator, cpu, phases, each with options", *run)
     for text, part in (("- num_rows", "\"['num_rows']\""), ("cpu: 7", "'cpu'"), ("cpu:\n- num_rows: 7\n", "'cpu'")):

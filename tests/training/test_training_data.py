@@ -33,7 +33,7 @@ from transformers_gumiho.training import GumihoDataCollator, load_conversations,
 from transformers_gumiho.training.collator import collate_all
 from transformers_gumiho.training.data import preparation
 from transformers_gumiho.training.data.conversations import read_row
-from transformers_gumiho.training.data.open_text import encode_turn
+from transformers_gumiho.training.data.open_text import encode_turn, with_template_kwargs
 from transformers_gumiho.training.data.preparation import (
     held_out_numbers,
     read_texts,
@@ -174,8 +174,8 @@ BROKEN = {
     "not json": "is not JSON, or not UTF-8",
     "[1, 2]": "is not a JSON object",
     '{"text": "half of \\ud83d"}': "is not JSON, or not UTF-8",
-    '{"messages": "hello"}': "a message has no `role` or `content`",
-    '{"messages": []}': "the assistant says nothing",
+    '{"messages": "hello"}': "its conversation is not a list of messages, or is empty",
+    '{"messages": []}': "its conversation is not a list of messages, or is empty",
     '{"messages": [{"role": "user"}]}': "a message has no `role` or `content`",
     '{"messages": [{"role": "user", "content": 5}]}': "the content of a message is not text",
     '{"messages": [{"role": "wizard", "content": "x"}]}': "unknown role 'wizard'",
@@ -482,7 +482,10 @@ def test_tools_documents_and_calls_reach_the_template(form: str, config: PreTrai
     assert "\na page\nuser:\nimport what?" in text
     assert texts_that_count(rows[0]) == ["list_paths(path=a.py)<|endoftext|>", "import os<|endoftext|>"]
     of_run = {"tools": TOOLS, "documents": [{"text": "a page"}]}  # instead of the row
-    again, _ = prepare([{"messages": messages}], config, template, chat_template_kwargs=of_run)
+    tokenizer, again = make_tokenizer(template), Dataset.from_list([{"messages": messages}])
+    for name, value in of_run.items():  # one after the other
+        tokenizer = with_template_kwargs(tokenizer, {name: value})
+    again, _ = prepare_dataset(again, tokenizer, config, max_length=256, packing=False)
     assert again[0]["input_ids"] == rows[0]["input_ids"]
 
 
@@ -552,6 +555,22 @@ def test_the_data_is_looked_at_before_anything_is_written() -> None:
 
 def read_prompts_of(rows: list[dict[str, Any]]) -> Dataset:
     return preparation.read_prompts(Dataset.from_list(rows), make_tokenizer())
+
+
+def test_columns_of_the_user_may_have_any_name(config: PreTrainedConfig) -> None:
+    row = {"prompt": "Who?", "completion": "os"}
+    (usual,), _ = prepare([row], config)
+    others = {"contents": "c", "prompt_ids": [1], "key": "k", "row": 7}
+    (found,), _ = prepare([row | others], config)
+    assert found["input_ids"] == usual["input_ids"]
+
+
+def test_what_is_learned_of_the_same_words_identifies_them(config: PreTrainedConfig) -> None:
+    rows = [{"messages": MESSAGES}, {"prompt": MESSAGES[:-1], "completion": MESSAGES[-1:]}]
+    texts = [read_texts(Dataset.from_list([row]), make_tokenizer(), config, 256)[0] for row in rows]
+    assert texts[0]["input_ids"] == texts[1]["input_ids"]
+    assert texts[0]["loss_mask"] != texts[1]["loss_mask"]
+    assert texts[0]["contents"] != texts[1]["contents"]
 
 
 def test_rows_with_answers_are_read_once(config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:

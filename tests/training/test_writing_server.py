@@ -318,11 +318,32 @@ def test_nonsense_costs_its_row_alone(serve: Serve, tmp_path: Path, nonsense: An
 
 
 @pytest.mark.parametrize("token", [-1, len(TOKENIZER), 10**12])
-def test_tokens_that_the_target_does_not_have_are_told(serve: Serve, tmp_path: Path, token: int) -> None:
-    """They are those of another model."""
-    server = serve(lambda *_: completion("a", token_ids=[token]))
-    with pytest.raises(EndpointError, match="it runs another model"):
-        write(make_engine(server.url), tmp_path / "a.jsonl")
+def test_tokens_that_the_target_does_not_have_cost_their_row(serve: Serve, tmp_path: Path, token: int) -> None:
+    """One may be a padding row of the target's head. Where the first rows all have some, they are another model's."""
+    unknown = completion("a", token_ids=[token])
+    server = serve(lambda path, body, number: unknown if number == 4 else by_ids(path, body, number))
+    rows = write(make_engine(server.url, concurrency=1), tmp_path / "a.jsonl")
+    (reason,) = [row["skipped"] for row in rows if "skipped" in row]
+    assert reason.startswith("the server sends tokens that the target's tokenizer lacks")
+    server = serve(lambda *_: unknown)
+    with pytest.raises(EndpointError, match=r"another model\. So it was with the first 32 rows"):
+        write(make_engine(server.url), tmp_path / "b.jsonl", QUESTIONS * 6)
+
+
+def test_a_run_that_goes_on_may_have_only_refused_rows_left(serve: Serve, tmp_path: Path) -> None:
+    """They end it: otherwise it would stop at them on each start."""
+    rows, status = [QUESTIONS[0], *QUESTIONS[1:2] * 40], 404
+
+    def reply(path: str, body: dict[str, Any], number: int) -> Reply:
+        is_refused = QUESTIONS[1]["prompt"] in TOKENIZER.decode(body["prompt"])
+        return (status, {}) if is_refused else by_ids(path, body, number)
+
+    server = serve(reply)
+    with pytest.raises(EndpointError, match=r"refuses \(404\)"):
+        write(make_engine(server.url, concurrency=1), tmp_path / "a.jsonl", rows)
+    status = 400
+    written = write(make_engine(server.url), tmp_path / "a.jsonl", rows)
+    assert ["skipped" in row for row in written] == [False] + [True] * 40
 
 
 @pytest.mark.parametrize("status", [None, 429, 503])

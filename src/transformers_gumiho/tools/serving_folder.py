@@ -73,6 +73,8 @@ def write_served_target(args: AttachArguments) -> str:
     if args.record is not None:
         check_settings(args.record_max_gigabytes, args.record_share)
         load_tokenizer(str(source), None, None)  # which a recording needs
+        if Path(args.record).is_file():
+            raise UserValueError(f"{args.record!r} is a file. Name a folder with --record.")
     make_folder(folder / _CODE)
     with as_user_errors():
         for path in source.iterdir():

@@ -142,4 +142,6 @@ def _on_path(
     differs[:, :-1] = (chosen[:, :-1] != input_ids[:, 1:]).long()
     before = torch.nn.functional.pad(differs.cumsum(dim=1), (1, 0))  # differences before each column
     rows, columns = loss_mask.nonzero(as_tuple=True)
-    return torch.stack([before[rows, columns] == before[rows, (columns - shift + 1).clamp(min=0)] for shift in shifts])
+    num_before = before[rows, columns]
+    starts = [(columns - shift + 1).clamp(min=0) for shift in shifts]
+    return torch.stack([num_before == before[rows, start] for start in starts])

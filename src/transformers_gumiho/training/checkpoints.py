@@ -39,7 +39,8 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
 
 def gather_when_saving(accelerator: Accelerator) -> None:
     """Lets FSDP and DeepSpeed gather the drafter where it is saved: otherwise they leave parts that nothing loads."""
-    fsdp, deepspeed = (getattr(accelerator.state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin"))
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         fsdp.state_dict_config = fsdp.optim_state_dict_config = None  # those of the other kind
         fsdp.set_state_dict_type("FULL_STATE_DICT")

@@ -87,7 +87,8 @@ def check_rows(dataset: Any, features: TargetFeatures) -> None:
     if not isinstance(features, CachedFeatures) or dataset is None or not has_length(dataset):
         return
     wanted = {name: features.made_from.get(name) for name in _SAME_OF_CACHES}
-    for manifest in {holder.manifest for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)}:
+    caches = [holder for holder, _ in located(dataset) if isinstance(holder, FeatureDataset)]
+    for manifest in {cache.manifest for cache in caches}:
         manifest.check(wanted, "Give caches that were made as that of `target`.")
 
 

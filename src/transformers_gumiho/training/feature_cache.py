@@ -292,8 +292,9 @@ class CacheWriter:
 
     def __init__(self, folder: Path, process_index: int = 0):
         self._prefix = f"{folder}/shard-{process_index:03d}-"
-        before = [path.stem.rpartition("-")[2] for path in shards_of(folder) if str(path).startswith(self._prefix)]
-        self._next = max(map(int, before), default=-1) + 1
+        own = [path for path in shards_of(folder) if str(path).startswith(self._prefix)]
+        numbers = [int(path.stem.rpartition("-")[2]) for path in own]
+        self._next = max(numbers, default=-1) + 1
 
     def save(self, rows: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Writes a shard of rows, given by their numbers; raises `OSError` where it cannot be written."""

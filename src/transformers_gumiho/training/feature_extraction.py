@@ -60,9 +60,11 @@ def _layers(target_config: PreTrainedConfig, layers: Sequence[int] | TargetLayer
 def _columns(dataset: Dataset) -> list[str]:
     """Returns the columns of a cache: positions only where marks of any library say that a row holds several texts."""
     found = {*dataset.column_names}
-    numbers = found & {"seq_lengths", *TEXT_NUMBERS}
-    is_packed = "position_ids" in found or (numbers and any(positions_of(row) is not None for row in dataset))
-    return ["input_ids", "loss_mask", *["position_ids"] * bool(is_packed)]
+    columns = ["input_ids", "loss_mask"]
+    is_packed = "position_ids" in found
+    if not is_packed and found & {"seq_lengths", *TEXT_NUMBERS}:
+        is_packed = any(positions_of(row) is not None for row in dataset)
+    return [*columns, "position_ids"] if is_packed else columns
 
 
 def write_feature_cache(
@@ -166,11 +168,11 @@ def _extract(
         batch = collate(chosen)
         lengths = [len(row["input_ids"]) for row in chosen]
         states = features.states({name: tensor.to(device) for name, tensor in batch.items()})
-        batch.setdefault(
-            "position_ids", torch.arange(batch["input_ids"].shape[1], device="cpu").expand(len(chosen), -1)
-        )
+        positions = torch.arange(batch["input_ids"].shape[1], device="cpu")
+        batch.setdefault("position_ids", positions.expand(len(chosen), -1))
         of_tokens = {name: batch[name].int() for name in columns}
-        arriving.append(_send_to_host(dict(zip(numbers, lengths, strict=True)), of_tokens, states, features, dtype))
+        of_rows = dict(zip(numbers, lengths, strict=True))
+        arriving.append(_send_to_host(of_rows, of_tokens, states, features, dtype))
         if len(arriving) > 1:
             yield arriving.popleft()()
         report(sum(lengths))

@@ -76,10 +76,10 @@ def start_linearly(trainer: Trainer, drafter: GumihoModel) -> None:
 def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what `fc` reads `(N, E + H)` and the states `(N, H)` it should make of it, row by row."""
     dataset = trainer.train_dataset
-    streams = isinstance(dataset, torch.utils.data.IterableDataset)
+    if not isinstance(dataset, torch.utils.data.IterableDataset):
+        dataset = map(dataset.__getitem__, range(len(dataset)))
     # No more rows than tokens are needed: where few have answers, this ends, too.
-    rows = itertools.islice(dataset if streams else map(dataset.__getitem__, range(len(dataset))), NUM_TOKENS)
-    for row in rows:
+    for row in itertools.islice(dataset, NUM_TOKENS):
         batch = {name: values.to(trainer.args.device) for name, values in trainer.data_collator([row]).items()}
         states = trainer.target_features.states(batch)
         if not torch.isfinite(states.last).all():
@@ -90,4 +90,5 @@ def _first_answers(trainer: Any, drafter: GumihoModel) -> Iterator[tuple[torch.T
             counts &= batch["position_ids"][:, 1:] > 0
         embeddings = drafter.embed_tokens(batch["input_ids"][:, 1:][counts].to(read.device))
         counts = counts.to(read.device)
-        yield torch.cat((embeddings.to(read), read[:, :-1][counts]), dim=-1), states.last.to(read)[:, 1:][counts]
+        inputs = torch.cat((embeddings.to(read), read[:, :-1][counts]), dim=-1)
+        yield inputs, states.last.to(read)[:, 1:][counts]

@@ -197,6 +197,7 @@ class Recorder:
                 raise UserValueError("this is another process than the one that began it")
             if (versions := _versions(target)) != self._seen:
                 if not self._has_its_weights():
+                    self._write_calls(are_checked=True)  # which ended before that
                     raise UserValueError(_CHANGED)
                 self._seen = versions
             layers = drafter.config.layers_read(target.config)
@@ -224,13 +225,13 @@ class Recorder:
                 if sum(call.num_rows for call in self._calls) >= _ROWS_PER_SHARD:
                     self._write_calls()
 
-    def _write_calls(self) -> None:
+    def _write_calls(self, are_checked: bool = False) -> None:
         """
         Writes the rows of calls that have ended into a shard, and deletes the oldest shards where the folder is full.
         Drops calls of other weights: code that writes to `weight.data` counts no new version.
         """
         calls, self._calls = self._calls, []
-        if calls and not self._has_its_weights():
+        if calls and not are_checked and not self._has_its_weights():
             raise UserValueError(_CHANGED)
         rows: dict[int, dict[str, torch.Tensor]] = {}
         try:

@@ -148,8 +148,13 @@ class GumihoTrainer(TokenBudgetTrainer):
             self._broken_states += (~torch.isfinite(states.last)).sum()
             if not config.is_eagle3 and config.mtp_reads_normed:  # the noise is of the size of normalized states
                 drafter_input = add_noise(drafter_input, args.feature_noise, config.get_text_config().hidden_size)
-        unroll = unroll_serial_head if args.unroll_serial_head else None
-        output = self._forward(model, inputs, drafter_input, unroll=unroll, serial_only=args.train_only == "serial")
+        output = self._forward(
+            model,
+            inputs,
+            drafter_input,
+            unroll=unroll_serial_head if args.unroll_serial_head else None,
+            serial_only=args.train_only == "serial",
+        )
         _, lm_head, draft_head = self._restriction.heads(states.last)
         loss, terms = chunked_gumiho_loss(
             output,

@@ -116,6 +116,9 @@ def demo(args: DemoArguments) -> None:
     """
     Opens a web page that answers a question twice, side by side: plainly and with the drafter. It highlights accepted
     drafts, counts tau and the speed, and draws the newest draft tree. Ctrl-C ends it.
+
+    Raises:
+        OSError: Nothing can listen on the host and port.
     """
     # Gradio would try for minutes, after the models are loaded.
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -91,6 +91,8 @@ def _read(row: dict[str, Any], has_template: bool, answered: bool) -> Example:
     if medium := next((name for name in _MEDIA if row.get(name)), None):
         raise MalformedRowError(f"has a column {medium!r}, which is not text")
     turns, first_trained, text = _find_turns(row, has_template, answered)
+    if not isinstance(turns, list) or not turns:
+        raise MalformedRowError("its conversation is not a list of messages, or is empty")
     messages = [_read_message(turn, answered) for turn in turns]
     if not answered and messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
@@ -147,7 +149,8 @@ def _find_turns(row: Mapping[str, Any], has_template: bool, answered: bool) -> t
 
 
 def _read_message(turn: Any, answered: bool) -> dict[str, Any]:
-    message = {name: value for name, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    fields = turn if isinstance(turn, Mapping) else {}
+    message = {name: value for name, value in fields.items() if value is not None}
     if isinstance(call := message.pop("function_call", None), Mapping):  # OpenAI's name for it before `tool_calls`
         message["tool_calls"] = [{"type": "function", "function": call}]
     name = message.pop("from", message.get("role"))
@@ -187,7 +190,8 @@ def _read_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         function | {"name": function["name"], "arguments": _parsed(function.get("arguments", {}))}
         for function in functions
     ]
-    return [call | {"function": new} if "function" in call else new for call, new in zip(calls, parsed, strict=True)]
+    pairs = zip(calls, parsed, strict=True)
+    return [call | {"function": new} if "function" in call else new for call, new in pairs]
 
 
 def _read_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

@@ -164,7 +164,8 @@ def read_pair(row: Mapping[str, Any]) -> tuple[Any, Any]:
     Returns the prompt of a row and its completion, each `None` where it has none. In rows of Alpaca and Dolly, the
     prompt is the instruction and, after an empty line, its input.
     """
-    prompt, completion = (next((row[name] for name in names if name in row), None) for names in (_QUESTIONS, _ANSWERS))
+    prompt = next((row[name] for name in _QUESTIONS if name in row), None)
+    completion = next((row[name] for name in _ANSWERS if name in row), None)
     given = next((row[name] for name in _INPUTS if row.get(name)), None)
     if given and "prompt" not in row and "instruction" in row:
         prompt = f"{prompt}\n\n{given}"

@@ -33,7 +33,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     training changes them all, and reading all takes minutes. Offloaded parameters count by name and shape alone.
     """
     config = {name: value for name, value in model.config.to_diff_dict().items() if name not in VOLATILE}
-    digest = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    shown = json.dumps(config, sort_keys=True, default=str)
+    digest = hashlib.sha256(f"{type(model).__name__} {shown}".encode())
     digest.update(str(adapters_of(model)).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

@@ -36,8 +36,10 @@ def with_template_kwargs(
 ) -> PreTrainedTokenizerBase:
     """Returns a tokenizer whose chat template takes these arguments wherever it is rendered without others."""
     if kwargs and tokenizer.chat_template:
+        before = getattr(tokenizer.apply_chat_template, "keywords", {})
         tokenizer = copy.copy(tokenizer)
-        tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **kwargs)
+        render = type(tokenizer).apply_chat_template
+        tokenizer.apply_chat_template = partial(render, tokenizer, **{**before, **kwargs})
     return tokenizer
 
 

@@ -19,7 +19,7 @@ from .rendering import Renderer, counting_states
 
 
 # Part of what `datasets` keeps results under: raise it whenever the same rows are to be read or packed differently.
-_FORMAT = 8
+_FORMAT = 9
 _ROWS: dict[str, Any] = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
 _PACKED = _ROWS | {"position_ids": _ROWS["input_ids"]}
 _COUNTS = ("num_tokens", "num_loss_tokens", "num_truncated", "num_dropped")
@@ -145,8 +145,8 @@ def read_texts(
     Reads rows that have answers: the texts of each with their tokens, cut at the maximum length, and the `problem` of
     one that cannot be used. They may be selected from before [`prepare_dataset`] packs them.
     """
-    if "contents" in (getattr(dataset, "column_names", None) or ()):
-        return dataset  # which was read before
+    if _was_read(dataset, _TEXT):
+        return dataset
     settings = {"max_length": max_length, "vocab_size": target_config.get_text_config(decoder=True).vocab_size}
     return _read_rows(dataset, _encode, _TEXT, tokenizer, num_proc, **settings)
 
@@ -170,8 +170,8 @@ def read_prompts(
     Raises:
         ValueError: The dataset is a stream or empty.
     """
-    if "prompt_ids" in (getattr(dataset, "column_names", None) or ()):
-        return dataset  # which was read before
+    if _was_read(dataset, _PROMPT):
+        return dataset
     return _read_rows(dataset, _prompt, _PROMPT, tokenizer, num_proc, num_prompt_tokens=num_prompt_tokens)
 
 
@@ -248,18 +248,25 @@ def split_rows(rows: Dataset, num_eval_rows: float, seed: int) -> tuple[Dataset,
     one row stay together.
     """
     places: dict[int, list[int]] = {}
-    for place, number in enumerate(rows["row"] if "contents" in rows.column_names else range(len(rows))):
+    for place, number in enumerate(rows["row"] if _was_read(rows, _TEXT) else range(len(rows))):
         places.setdefault(number, []).append(place)
     by_row = [*places.values()]
     held_out = held_out_numbers(len(by_row), num_eval_rows, seed)
     trained = sorted({*range(len(by_row))} - {*held_out})
-    parts = [rows.select([place for row in chosen for place in by_row[row]]) for chosen in (trained, held_out)]
-    return parts[0], parts[1] if held_out else None
+
+    def select(chosen: list[int]) -> Dataset:
+        return rows.select([place for row in chosen for place in by_row[row]])
+
+    return select(trained), select(held_out) if held_out else None
 
 
 def normalized(text: str) -> str:
     """Returns a text without the differences of case, spaces and punctuation."""
     return _INDIFFERENT.sub(" ", text.casefold()).strip()
+
+
+def _was_read(dataset: Any, columns: dict[str, Any]) -> bool:
+    return {"row", *columns} <= {*(getattr(dataset, "column_names", None) or ())}
 
 
 def _left_out(problems: dict[str, list[int]], num_dropped: int) -> str:
@@ -353,8 +360,8 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
     texts = renderer.texts(example)
     if any(token >= vocab_size for ids, _ in texts for token in ids):
         raise MalformedRowError("holds tokens that the target does not have. Use the target's own tokenizer")
-    said = f"{example.messages} {example.extras}"
-    of_row = {"key": _hash(normalized(said)), "contents": _hash(f"{said} {example.ended} {example.generations}")}
+    key = _hash(normalized(f"{example.messages} {example.extras}"))
+    of_row = {"key": key, "contents": _hash(str(example))}
     of_first = {
         "num_dropped": int(example.drops_answer),
         "num_answers": len(example.turns),
@@ -379,7 +386,8 @@ def _encode(row: dict[str, Any], renderer: Renderer, max_length: int, vocab_size
 def _pack_batch(batch: dict[str, list[list[int]]], max_length: int, format_version: int) -> dict[str, list[list[int]]]:
     """Packs texts first-fit, the longest first, which leaves few gaps."""
     rows: list[dict[str, list[int]]] = []
-    for ids, mask in sorted(zip(batch["input_ids"], batch["loss_mask"], strict=True), key=lambda text: -len(text[0])):
+    texts = zip(batch["input_ids"], batch["loss_mask"], strict=True)
+    for ids, mask in sorted(texts, key=lambda text: -len(text[0])):
         row = next((row for row in rows if len(row["input_ids"]) + len(ids) <= max_length), None)
         if row is None:
             row = {name: [] for name in _PACKED}

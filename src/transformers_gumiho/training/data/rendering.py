@@ -121,7 +121,9 @@ class Renderer:
         return _merged(texts)
 
     def _written(self, example: Example) -> list[Text]:
-        texts = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in example.generations]
+        texts: list[Text] = []
+        for prompt, answer in example.generations:
+            texts.append((prompt + answer, [0] * len(prompt) + [1] * len(answer)))
         if (example.messages[-1]["content"] or "").strip() not in self.decode(texts[-1][0]):
             raise MalformedRowError("its tokens are another tokenizer's")
         return _merged(texts)
@@ -163,7 +165,9 @@ class Renderer:
             first = self._first_token(ids, encode_open_text(self.tokenizer, read), said)
         if example.ended:  # the target ends its text, so the end has to be drafted, too
             num_closing = count_closing_tokens(self.tokenizer)
-            closing = self.tokenizer("a")["input_ids"][-num_closing:] if num_closing else [self.tokenizer.eos_token_id]
+            closing = [self.tokenizer.eos_token_id]
+            if num_closing:
+                closing = self.tokenizer("a")["input_ids"][-num_closing:]
             if closing != [None] and (num_closing or ids[-1:] != closing):
                 ids = ids + closing
         return ids, [int(n >= first) for n in range(len(ids))]
@@ -240,8 +244,9 @@ def counting_states(ids: list[int], learned: list[int], eos_token_id: int | None
     Returns 1 for each state that counts as a target: its token and the next one are learned. After the end of a text
     nothing is drafted, whatever the template writes there.
     """
-    pairs = zip(ids, learned, [*learned[1:], 0], strict=True)
-    return [int(bool(ours and next_is_ours) and token != eos_token_id) for token, ours, next_is_ours in pairs]
+    following = [*learned[1:], 0]
+    are_ours = [bool(ours and then) for ours, then in zip(learned, following, strict=True)]
+    return [int(ours and token != eos_token_id) for ours, token in zip(are_ours, ids, strict=True)]
 
 
 def _merged(texts: list[Text]) -> list[Text]:

@@ -69,7 +69,9 @@ def chunked_gumiho_loss(
         selected.features, selected.targets, selected.valid, counts, term_weights, lm_head, draft_head or lm_head,
         chunk_size,
     )  # fmt: skip
-    names = [f"{p.name}_{name}" for (p, _), own in zip(predictions, term_weights, strict=True) for name in own]
+    names: list[str] = []
+    for (predictor, _), own in zip(predictions, term_weights, strict=True):
+        names += [f"{predictor.name}_{name}" for name in own]
     return loss, dict(zip(names, means.unbind(), strict=True))
 
 

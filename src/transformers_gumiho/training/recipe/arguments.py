@@ -169,6 +169,8 @@ class RecipeArguments(WritingArguments):
 def check_training(args: RecipeArguments, training_args: GumihoTrainingArguments, has_drafter: bool) -> None:
     """Raises `ValueError` for training arguments of a phase that contradict the other options."""
     part = training_args.train_only
+    if training_args.resume_from_checkpoint is not None:
+        raise UserValueError("A run continues from its newest checkpoint: leave --resume_from_checkpoint out.")
     if training_args.save_only_model:
         raise UserValueError("A run continues from the optimizer's state, too: leave --save_only_model out.")
     if missing := {*training_args.report_to} & (_REPORTS - {*get_available_reporting_integrations()}):

@@ -78,6 +78,8 @@ def read_options(words: Sequence[str], summary: str) -> Options:
     of_line = read_words(_KINDS, "train", words, summary, usage=usage, defaults=shown, groups=package["help"])
     path = of_line.get("config")
     of_file, phases_of_file = ({}, {}) if path is None else _read(path, of_line.get("use_cpu"))
+    if phases_of_file and "recipe" in of_line:
+        raise UserValueError("--recipe and the phases of --config are two recipes. Leave one of them out.")
     given = of_file | of_line
     values = _in_agreement(package["everywhere"] | package[device_of(given.get("use_cpu"))], given)
     run, training = build(_KINDS, values)

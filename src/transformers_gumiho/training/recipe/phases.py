@@ -158,7 +158,8 @@ class Training:
 
     def _fit_to_data(self, planned: GumihoTrainingArguments) -> GumihoTrainingArguments:
         """Returns a phase's arguments, without evaluations where no rows are held out."""
-        rows_per_pass, num_rows = planned.world_size * planned.train_batch_size, len(self.data["train_dataset"])
+        num_rows = len(self.data["train_dataset"])
+        rows_per_pass = planned.world_size * planned.train_batch_size
         if planned.dataloader_drop_last and planned.tokens_per_step is None and num_rows < rows_per_pass:
             raise UserValueError(
                 f"--dataloader_drop_last drops all {num_rows} rows, as a batch has {rows_per_pass}. Leave it out, or "
@@ -184,8 +185,10 @@ class Training:
         if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             # Trained in float32, used next to the target.
             name = str(trainer.target_features.config.dtype).removeprefix("torch.")
-            is_added_to = args.drafter is not None and training_args.train_only in ("parallel", "transition")
-            trainer.model.to(stored_dtype(args.drafter, {}) if is_added_to else getattr(torch, name, torch.float32))
+            dtype = getattr(torch, name, torch.float32)
+            if args.drafter is not None and training_args.train_only in ("parallel", "transition"):
+                dtype = stored_dtype(args.drafter, {})
+            trainer.model.to(dtype)
         trainer.save_model(str(folder))
         training_args.output_dir = str(folder)  # where the card goes, which names the folder
         trainer.create_model_card(

@@ -94,9 +94,11 @@ def estimate(run: RunContext, data: DataSize) -> dict[str, Needs]:
     is_online = args.features is None and args.cache_features == "false"
     # Drafter, gradient, moments, and the target's output head; the states and logits of a step.
     memory = 4 * size + (_MOMENTS + _GRADIENT) * trained + config.vocab_size * width + weights * is_online
-    step = first.pass_budget if first.tokens_per_step is not None else first.train_batch_size * run.longest_row
+    step = first.pass_budget or 0
+    if first.tokens_per_step is None:
+        step = first.train_batch_size * run.longest_row
     memory += _KEPT_LOGITS * 4 * first.loss_chunk_size * (first.draft_vocabulary_size or config.vocab_size)
-    memory += _KEPT_STATES * 4 * (step or 0) * state_width(config)
+    memory += _KEPT_STATES * 4 * step * state_width(config)
     checkpoints = len(run.phases) * (_CHECKPOINTS * (4 * size + _MOMENTS * trained) + 4 * size)
     needs = {"train": Needs(checkpoints + 2 * size, memory)}
     if args.features is None:
@@ -158,11 +160,13 @@ def _check_shared_memory(run: RunContext) -> None:
     phase = run.training_args
     if phase.dataloader_num_workers == 0 or not _SHARED_MEMORY.is_dir():
         return
-    states = state_bytes(run.target_config, getattr(torch, run.args.features_dtype), run.layers) * run.is_cached
+    token_bytes = float(_IDS_BYTES)
+    if run.is_cached:
+        token_bytes += state_bytes(run.target_config, getattr(torch, run.args.features_dtype), run.layers)
     share = (phase.tokens_per_step or 0) // phase.world_size
     step = max(share, run.longest_row * (1 if phase.tokens_per_step else phase.train_batch_size))
     batches = phase.dataloader_num_workers * (phase.dataloader_prefetch_factor or 2)
-    needed = batches * step * (_IDS_BYTES + states) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = batches * step * token_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     way_out = "Give a container more (`docker run --shm-size`), or `--dataloader_num_workers 0`"
     loaders = f"The {phase.dataloader_num_workers} workers of the loader keep"
     _check(loaders, needed, str(_SHARED_MEMORY), shutil.disk_usage(_SHARED_MEMORY).free, way_out)

@@ -86,7 +86,8 @@ class Run(RunContext):
         names += ["answers*"] * (stage == "write") + ["held_out", MADE_FROM] * (stage in ("write", "features"))
         found = [path for name in names for path in sorted(self.work.glob(name))]
         if found and not self.args.yes:
-            listed = ", ".join(f"{path.relative_to(self.folder)} ({_size_of(path) / 1e6:,.1f} MB)" for path in found)
+            sizes = {path.relative_to(self.folder): _size_of(path) / 1e6 for path in found}
+            listed = ", ".join(f"{path} ({size:,.1f} MB)" for path, size in sizes.items())
             ask_before_deleting(f"--restart {stage} deletes {listed}", self.training_args.world_size == 1)
         for path in found if self.is_main else ():
             if path.is_dir():

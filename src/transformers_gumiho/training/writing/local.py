@@ -198,7 +198,9 @@ class _Batch:
             for name in ("keys", "values"):
                 parts = [(getattr(batch.cache.layers[number], name), gap) for batch, gap in both]
                 setattr(layer, name, torch.cat([pad(states, (0, 0, gap, 0)) for states, gap in parts]))
-        self.ids = torch.cat([torch.cat((batch.ids[:, :1].expand(-1, gap), batch.ids), dim=1) for batch, gap in both])
+        # Masked, so that any token does.
+        padded = [torch.cat((batch.ids[:, :1].expand(-1, gap), batch.ids), dim=1) for batch, gap in both]
+        self.ids = torch.cat(padded)
         self.mask = torch.cat([pad(batch.mask, (gap, 0)) for batch, gap in both])
         self.rows += new.rows
 

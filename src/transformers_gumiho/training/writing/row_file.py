@@ -82,6 +82,8 @@ class RowFile:
             left = left[state.process_index :: state.num_processes]
         elif not state.is_main_process:
             left = []
+        if there and isinstance(engine, ServerEngine):
+            engine.has_answered = True  # an earlier start: what is left may be what it refuses
         with progress_bar(
             desc=description, total=len(left), unit="row", disable=not state.is_main_process
         ) as progress:

@@ -31,7 +31,7 @@ _NO_ANSWER = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class EndpointError(UserOSError, ConnectionError):
-    """A server that does not answer, or that runs another model."""
+    """A server that does not answer, or that answers none of the first rows."""
 
 
 class ServerEngine:
@@ -84,7 +84,7 @@ class ServerEngine:
                 for url in urls
             )
         self._knows_ids: bool | None = None
-        self._has_answered = False
+        self.has_answered = False
         self._marks = dict[str, bool]()  # how a server keeps special tokens in its texts
 
     @property
@@ -106,7 +106,7 @@ class ServerEngine:
             while part := list(islice(left, _NUM_TOGETHER)):
                 for number, row in pool.imap_unordered(self._drive, part):
                     held.append((number, row))
-                    if self._has_answered:
+                    if self.has_answered:
                         yield from held
                         held = []
                     elif len(held) == _NUM_REFUSALS:
@@ -125,7 +125,7 @@ class ServerEngine:
             except StopIteration as end:
                 return number, end.value
             try:
-                answer, refusal, self._has_answered = self.complete(request), None, True
+                answer, refusal, self.has_answered = self.complete(request), None, True
             except MalformedRowError as error:
                 refusal = error
 
@@ -135,14 +135,17 @@ class ServerEngine:
 
         Raises:
             MalformedRowError: The server refuses it, or sends no answer that can be read.
-            EndpointError: The server does not answer, refuses for another reason, or runs another model.
+            EndpointError: The server does not answer, or refuses for another reason.
         """
         try:
-            return self._by_ids(request) if self._knows_ids else self._by_text(request)
+            ids, is_ended = self._by_ids(request) if self._knows_ids else self._by_text(request)
         except MalformedRowError:
             raise
         except _NO_ANSWER as error:
             raise MalformedRowError("the server's response is invalid") from error
+        if not all(0 <= token < self._num_tokens for token in ids):
+            raise MalformedRowError("the server sends tokens that the target's tokenizer lacks: it runs another model")
+        return ids, is_ended
 
     def _try_servers(self) -> None:
         """Finds the best way that all servers know, by requests of one token: ids, marked texts, or texts."""
@@ -171,12 +174,7 @@ class ServerEngine:
         if request.sampling is not None:
             further |= {"top_k": request.sampling.top_k or -1} | request.sampling.further
         choice = self._send(request, prompt=request.prompt_ids, extra_body=further)
-        ids = list(map(int, choice.token_ids))
-        if not all(0 <= token < self._num_tokens for token in ids):
-            raise EndpointError(
-                f"{', '.join(self.urls)} sends tokens that the target's tokenizer lacks: it runs another model."
-            )
-        return ids, choice.finish_reason in _ENDS
+        return list(map(int, choice.token_ids)), choice.finish_reason in _ENDS
 
     def _by_text(self, request: Request) -> Completion:
         ids, begin = request.prompt_ids, [self.tokenizer.bos_token_id]
