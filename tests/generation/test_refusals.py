@@ -234,10 +234,16 @@ def test_inputs_that_need_an_argument_of_the_call() -> None:
     refuses(target, "a trial of a few tokens .* failed .*missing 1 required keyword-only argument: 'marks'")
 
 
+class PredictorCache(DynamicCache):
+    """Its name holds that of a dictionary, which older models have in the place of a cache."""
+
+
 class HandsOn(LlamaForCausalLM):
     """As one that was written before 5.24 looks, with `past_key_values` and all other arguments as they come."""
 
-    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, input_ids: Any, position_ids: Any = None, past_key_values: PredictorCache | None = None, **kwargs: Any
+    ) -> Any:
         given = {} if past_key_values is None else {"past_key_values": past_key_values}
         return super().forward(input_ids, position_ids=position_ids, **given, **kwargs)
 
@@ -325,6 +331,10 @@ def test_rotary_embeddings_that_change_on_the_way() -> None:
         embeds = target.get_input_embeddings()(make_prompts([4])["input_ids"])
         with pytest.raises(ValueError, match=message):
             target.generate(inputs_embeds=embeds, max_new_tokens=14, assistant_model=make_drafter(target))
+        # What counts are positions, which padding before all rows does not have.
+        padded = {name: torch.nn.functional.pad(value, (20, 0)) for name, value in make_prompts([4]).items()}
+        refuses(target, message, **padded, max_new_tokens=14)
+        target.generate(**padded, max_new_tokens=13, assistant_model=make_drafter(target))
 
 
 def test_doge_beyond_the_tokens_that_it_keeps() -> None:

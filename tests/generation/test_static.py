@@ -185,3 +185,12 @@ def test_inductor_equals_compiled_plain() -> None:
     for seed in range(2):
         equals_plain(target, drafter, **make_prompts([9], seed), max_new_tokens=24, **static)
     assert counters["inductor"], "nothing went through inductor"
+
+
+def test_a_pause_reaches_no_nodes_below_the_depth_of_the_trees() -> None:
+    """In fixed shapes a paused cycle has as many nodes as others, which hold token 0, at the last one's position."""
+    target, drafter = make_pair("gpt2", tree_depth=1, num_assistant_tokens=7, break_even=9.0)
+    for seed in range(4):
+        equals_plain(
+            target, drafter, seed=seed, do_sample=True, cache_implementation="static", sequence_bias={(0,): 3.0}
+        )

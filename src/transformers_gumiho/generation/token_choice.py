@@ -188,7 +188,8 @@ class TokenChooser:
         node_logits = logits.flatten(0, 1)
         first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)
         walking = sequences.open_rows
-        while any(walking):
+        # Below the tree's depth nothing counts.
+        while any(walking) and len(steps) < longest_path(tree):
             # 1. The target's next token after the node that each row has reached.
             index = (node.squeeze(1) + first_nodes).to(logits.device)
             step_logits = node_logits.index_select(0, index).to(dtype=torch.float32, device=node.device)

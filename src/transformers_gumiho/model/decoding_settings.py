@@ -276,7 +276,7 @@ def _for_rows(name: str, value: Any, num_rows: int) -> Any:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def value_for_rows(value: Any, num_rows: int) -> Any:

@@ -285,8 +285,15 @@ def check_inputs(
         cache = None  # it is replaced by one of ours
     if cache is not None:
         _check_cache(traits, cache)
-    start = max(int(prompt_positions(input_ids, model_kwargs).max()) + 1, input_ids.shape[1])
-    _check_length(traits, start, start + max_new_tokens, cache)
+    position = int(prompt_positions(input_ids, model_kwargs).max()) + 1
+    for what, limit, first, start in _limits(traits.config, position, input_ids.shape[1], cache):
+        stop = start + max_new_tokens
+        # Plain decoding does not run the last token.
+        if first <= limit < stop - 1:
+            raise Unsupported(
+                f"{traits.name} {what}, and this generation may go from {start} to {stop}. "
+                f"Lower `max_new_tokens`, pass no cache of an earlier turn, or {_WITHOUT_DRAFTER}"
+            )
     if traits.is_chain:
         check_multi_token_decode(target, traits, mask, len(input_ids))
 
@@ -306,29 +313,20 @@ def _check_padding(traits: TargetTraits, model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_length(traits: TargetTraits, start: int, stop: int, cache: Any) -> None:
-    """Refuses a text that grows from `start` to `stop` tokens beyond a length where what a token sees changes."""
-    for what, limit, first in _limits(traits.config, start, cache):
-        # Plain decoding does not run the last token.
-        if first <= limit < stop - 1:
-            raise Unsupported(
-                f"{traits.name} {what}, and this generation may go from {start} to {stop}. "
-                f"Lower `max_new_tokens`, pass no cache of an earlier turn, or {_WITHOUT_DRAFTER}"
-            )
-
-
-def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[str, int, int]]:
+def _limits(config: PreTrainedConfig, position: int, length: int, cache: Any) -> Iterator[tuple[str, int, int, int]]:
     """
-    Yields what changes in a target, as a clause that follows its name, beyond which number of tokens, and how many
-    tokens a text has that may not go beyond it.
+    Yields what changes in a target, as a clause that follows its name, beyond which number of tokens, how many tokens
+    a text has that may not go beyond it, and how many this one has: up to the `position` of the next token, or all in
+    its `length`, with padding.
     """
     # Doge keeps the tokens of the best scores. Equal tokens score alike in its first layer: which it keeps is chance.
     if (kept := getattr(config, "keep_window_size", None)) is not None:
-        yield f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance", kept, 0
+        what = f"attends to {kept} tokens at most (`keep_window_size`), chooses among equal ones by chance"
+        yield what, kept, 0, position
     if config.model_type == "phi4_multimodal":
         limit = config.original_max_position_embeddings
         num_cached = 0 if cache is None else cache.get_seq_length()
-        yield f"drops its cache where a text grows beyond {limit} tokens", limit, num_cached or start
+        yield f"drops its cache where a text grows beyond {limit} tokens", limit, num_cached or length, length
     # Some rotary embeddings change with the largest position.
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     # Models with two kinds of attention nest one set of parameters per kind.
@@ -337,10 +335,10 @@ def _limits(config: PreTrainedConfig, start: int, cache: Any) -> Iterator[tuple[
         rope_type = rope.get("rope_type")
         if rope_type == "dynamic":
             limit = config.max_position_embeddings
-            yield f"has a 'dynamic' rotary embedding, which changes at {limit} tokens", limit, 0
+            yield f"has a 'dynamic' rotary embedding, which changes at {limit} tokens", limit, 0, position
         elif rope_type == "longrope":
             limit = rope.get("original_max_position_embeddings", config.max_position_embeddings)
-            yield f"has a 'longrope' rotary embedding, which changes at {limit} tokens", limit, start
+            yield f"has a 'longrope' rotary embedding, which changes at {limit} tokens", limit, position, position
 
 
 def _check_cache(traits: TargetTraits, cache: Any) -> None:

@@ -1,6 +1,7 @@
 """The properties of a target that decide how it verifies drafts."""
 
 import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +195,7 @@ def _takes_cache(target: PreTrainedModel, parameter: inspect.Parameter | None) -
     if parameter is None or not keeps_dynamic_cache(target):
         return False
     # XLM has an older argument of this name, which is a dictionary.
-    return "dict" not in str(parameter.annotation)
+    return re.search(r"\bdict\b", str(parameter.annotation), re.IGNORECASE) is None
 
 
 def _hands_on_positions(target: PreTrainedModel) -> bool:

@@ -73,11 +73,12 @@ def _find_obstacle(target: PreTrainedModel, traits: TargetTraits, rows: Rows) ->
         (target.dtype, input_device(target), target.use_kernels),
     )
     verdicts = memory_of(target).verdicts
-    if key not in verdicts:
-        verdicts[key] = _try(target, traits, rows)
-        while len(verdicts) > MAX_VERDICTS:
-            verdicts.pop(next(iter(verdicts)), None)
-    return verdicts[key]
+    if key in (known := verdicts.copy()):  # other threads may remove it
+        return known[key]
+    obstacle = verdicts[key] = _try(target, traits, rows)
+    for oldest in list(verdicts)[:-MAX_VERDICTS]:
+        verdicts.pop(oldest, None)
+    return obstacle
 
 
 def _try(target: PreTrainedModel, traits: TargetTraits, rows: Rows) -> str | None:
