@@ -43,11 +43,13 @@ class DraftRestriction:
             self._own_head = drafter.lm_head.weight.detach().to(trainer.args.device)
             if (token_ids := drafter.own_tokens()) is not None:
                 self._restrict_to(token_ids)
-        elif self._size is not None and not (smallest := len(self._kept()) or 1) <= self._size <= self._vocab_size:
-            raise UserValueError(
-                f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in it) to the "
-                f"target's {self._vocab_size} tokens, or `None` for all, got {self._size}."
-            )
+        elif self._size is not None:
+            smallest = max(len(self._kept()), 1)
+            if not smallest <= self._size <= self._vocab_size:
+                raise UserValueError(
+                    f"`draft_vocabulary_size` must be from {smallest} (tokens that end a text are always in it) to "
+                    f"the target's {self._vocab_size} tokens, or `None` for all, got {self._size}."
+                )
 
     def _restrict_to(self, token_ids: torch.Tensor) -> None:
         self._token_ids = token_ids.to(self._trainer.args.device)

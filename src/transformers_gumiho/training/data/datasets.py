@@ -101,7 +101,8 @@ def full_cache_named() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(says_full(cause) for cause in (error, error.__cause__) if isinstance(cause, Exception)):
+        causes = [cause for cause in (error, error.__cause__) if isinstance(cause, Exception)]
+        if not any(map(says_full, causes)):
             raise
         message = "The disk is full on which `datasets` keeps what it reads. Make room, or set HF_DATASETS_CACHE"
         raise UserOSError(errno.ENOSPC, message, str(config.HF_DATASETS_CACHE)) from error

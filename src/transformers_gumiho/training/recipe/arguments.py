@@ -77,8 +77,9 @@ class WritingArguments:
 
     def sampling(self, config: GenerationConfig) -> Sampling:
         """Returns how answers are sampled: as the options say, or else as the target's generation config does."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        given = {name: value for name, value in {**given, "share": self.sampled_share}.items() if value is not None}
+        options = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        options["share"] = self.sampled_share
+        given = {name: value for name, value in options.items() if value is not None}
         return replace(Sampling.of_target(config), **given)
 
     def check(self, given: Container[str]) -> None:

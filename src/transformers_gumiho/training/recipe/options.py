@@ -171,7 +171,8 @@ def _in_agreement(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, 
     found = defaults | given
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported():
         found.setdefault("bf16", "fp16" not in given)
-    if given.get("per_device_train_batch_size") is not None and given.get("tokens_per_step") is not None:
+    counts = ("per_device_train_batch_size", "tokens_per_step")
+    if all(given.get(name) is not None for name in counts):
         raise UserValueError("--per_device_train_batch_size counts rows, --tokens_per_step tokens. Give one of them.")
     if "per_device_train_batch_size" in given and "tokens_per_step" not in given:
         found["tokens_per_step"] = None

@@ -99,12 +99,14 @@ class Run(RunContext):
     def run(self) -> None:
         """Runs the stages that are not finished."""
         chosen = [stage for stage in STAGES if stage in self.args.stages]
-        if self.args.features is None and self.args.regenerate and "write" not in chosen and not self.answers.exists():
+        reads_answers = self.args.features is None and self.args.regenerate
+        if reads_answers and "write" not in chosen and not self.answers.exists():
             raise UserFileNotFoundError(f"{str(self.work)!r} holds no answers yet. Add write to --stages.")
         if {"features", "train"} & set(chosen):
             self._choose_source()
         pending = [stage for stage in chosen if not self._has_ended(stage)]
-        if self.has_accelerator and not self.args.ignore_plan and {"write", "features", "train"} & {*pending}:
+        is_long = not {"write", "features", "train"}.isdisjoint(pending)
+        if is_long and self.has_accelerator and not self.args.ignore_plan:
             try_stages(self, pending)
         self._keep_options()
         steps = {"write": self.write, "features": self.write_features, "train": self.train}
@@ -150,16 +152,19 @@ class Run(RunContext):
         if self._is_finished(Manifest(self.work, self.answers.name), contents, "write") and self.answers.exists():
             say("write: finished before")
             return
-        target, budget = None if args.endpoint is not None else self.target, self.training_args.pass_budget
+        target = self.target if args.endpoint is None else None
+        budget = self.training_args.pass_budget
         write_answers(args, tokenizer, self.answers, self.seed, self.rows, target, budget, contents)
 
     def write_features(self) -> None:
         """Runs the target once over the answers, and keeps its states."""
         if self.args.features is not None or self.args.cache_features == "false":
             return
-        contents, folders = self.cache_contents, {name: self.work / name for name in ("held_out", "features")}
+        contents = self.cache_contents
+        folders = {name: self.work / name for name in ("held_out", "features")}
         is_finished = self._is_finished(Manifest(folders["features"]), contents, "features")
-        if is_finished and all(is_complete(folder) for folder in folders.values() if folder.exists()):
+        written = [folder for folder in folders.values() if folder.exists()]
+        if is_finished and all(map(is_complete, written)):
             say("features: finished before")
             return
         data, dtype = online_data(self, *self._split()), getattr(torch, self.args.features_dtype)

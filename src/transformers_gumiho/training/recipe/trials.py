@@ -221,8 +221,9 @@ def _equal_memory(device: torch.device) -> Iterator[None]:
     Lets each process have the memory that the one with the least has. The same pass then fails in all of them, and
     none waits for another that has failed.
     """
-    memory, limited = torch.get_device_module(device), PartialState().num_processes > 1
-    if not (limited and hasattr(memory, "mem_get_info") and hasattr(memory, "set_per_process_memory_fraction")):
+    memory = torch.get_device_module(device)
+    can_limit = hasattr(memory, "mem_get_info") and hasattr(memory, "set_per_process_memory_fraction")
+    if PartialState().num_processes == 1 or not can_limit:
         yield
         return
     free, total = memory.mem_get_info(device)

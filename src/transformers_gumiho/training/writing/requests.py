@@ -29,7 +29,8 @@ class Sampling:
     further: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.share <= 1:
+        are_shares = 0 < self.top_p <= 1 and 0 <= self.share <= 1
+        if self.temperature <= 0 or self.top_k < 0 or not are_shares:
             raise UserValueError(
                 f"The temperature must be above 0, `top_p` in (0, 1], `top_k` at least 0 and the share in [0, 1], got "
                 f"{self}."
