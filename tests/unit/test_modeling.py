@@ -279,6 +279,8 @@ def test_cache_continues_the_serial_head() -> None:
     torch.testing.assert_close(torch.cat((first.serial_features, rest.serial_features), dim=1), whole)
     assert model(**inputs).cache is None
     assert rest.cache.get_seq_length() == inputs["input_ids"].shape[1]
+    with pytest.warns(FutureWarning, match="`past_key_values` is deprecated.*Use `cache` instead"):
+        model(**inputs, past_key_values=rest.cache)
 
 
 @pytest.mark.parametrize("unroll", [None, unroll_serial_head])

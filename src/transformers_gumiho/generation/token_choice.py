@@ -183,7 +183,7 @@ class TokenChooser:
         Chooses and commits one token after the other, as plain decoding: processors get the true prefix of each node
         once, and criteria and the streamer run after each token.
         """
-        sequences, steps = self.sequences, []
+        sequences, steps = self.sequences, list[Path]()
         node = tree.parents[:, :1]
         node_logits = logits.flatten(0, 1)
         first_nodes = torch.arange(0, len(node_logits), logits.shape[1], device=node.device)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ..commands import UserValueError
 from ..files import PLACES, damaged_files_named
@@ -300,6 +301,7 @@ class GumihoModel(GumihoPreTrainedModel):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,

@@ -73,8 +73,7 @@ class GumihoParallelHeads(nn.ModuleList):
         Returns `None` where a linear layer is quantized, offloaded or has an adapter; use `forward` then.
         """
         heads = [list(head.children()) for head in self]
-        layers = [block.linear for head in heads for block in head]
-        if not heads or not all(map(_is_plain_linear, layers)):
+        if not heads or not all(_is_plain_linear(block.linear) for head in heads for block in head):
             return None
         blocks = []
         for heads_of_block in zip(*heads, strict=True):
