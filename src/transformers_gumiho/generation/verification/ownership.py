@@ -80,7 +80,7 @@ def foreign_code(target: PreTrainedModel, registered: Iterable[Any] = ()) -> fro
     files = (sys.modules[name] for name in names if name in sys.modules)
     for file in (*files, masking_utils, sdpa_attention):
         values = tuple(vars(file).values())
-        functions += [value for value in values if _is_function(value)]
+        functions += [value for value in values if callable(value) and not isinstance(value, (type, nn.Module))]
     functions.append(functional.scaled_dot_product_attention)
     # 3. What writes and reads the cache.
     caches = {DynamicCache, *_STATIC_CACHES, *DYNAMIC_LAYER_TYPE_MAPPING.values()}
@@ -157,12 +157,9 @@ def _wrapped_by(function: Any) -> list[Any]:
             found.append(cell.cell_contents)
         except ValueError:  # it is not filled yet
             continue
-    return [inner for inner in found if _is_function(inner) or hasattr(inner, "func")]
-
-
-def _is_function(value: Any) -> bool:
-    """Whether a value is called as it is: classes and modules are looked at by themselves."""
-    return callable(value) and not isinstance(value, (type, nn.Module))
+    # Classes and modules are looked at by themselves.
+    others = [inner for inner in found if inner is not None and not isinstance(inner, (type, nn.Module))]
+    return [inner for inner in others if callable(inner) or hasattr(inner, "func")]
 
 
 def _described(function: Any) -> ForeignFunction:
