@@ -6,13 +6,14 @@
 All drafts are the drafter's, of its serial head and its parallel heads.
 """
 
+import sys
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 
+from transformers_gumiho.commands import parse
 from transformers_gumiho.tools.pairs import DraftingArguments, load_pair, use_options
 from transformers_gumiho.tools.presenting import Cycle, watch_cycles
 from transformers_gumiho.tools.presenting.cycles import CycleLabels, label_cycle
@@ -35,7 +36,7 @@ class PictureArguments(DraftingArguments):
 def watch(args: PictureArguments) -> tuple[Cycle, CycleLabels]:
     """Returns a cycle of a greedy answer, and the texts of its tokens."""
     target, tokenizer, drafter = load_pair(args)
-    use_options(drafter, args)
+    use_options(target, drafter, args)
     drafter.generation_config.tree_depth = None  # the serial and the parallel heads
     ids = torch.tensor([encode_turn(tokenizer, [args.prompt], [])])
     cycles: list[Cycle] = []
@@ -175,7 +176,7 @@ def turn(start: tuple[float, float], middle: float, stop: tuple[float, float]) -
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(PictureArguments, description=__doc__).parse_args_into_dataclasses()
+    (args,) = parse([PictureArguments], "draw_method", sys.argv[1:], "Draws the method.")
     cycle, labels = watch(args)
     for name, drawn in (
         ("cycle", draw_cycle(cycle, labels)),
